@@ -1,0 +1,37 @@
+"""C++ kernels, several instruction sets in one library; absent when llmx was installed without a compiler."""
+
+from __future__ import annotations
+
+import os
+from types import ModuleType
+
+from llmx.errors import UsageError
+
+KERNELS: dict[str, str] = {"philox_uniform": "random:philox_uniform"}
+
+
+def native() -> ModuleType | None:
+    """The compiled library, switched to what LLMX_ISA asks for; None when this install has none."""
+    try:
+        from llmx.kernels.cpu import _native
+    except ImportError:
+        return None
+    if (isa := os.environ.get("LLMX_ISA")) and isa != _native.active():
+        if isa not in _native.isas():
+            raise UsageError(
+                f"LLMX_ISA={isa}: this processor or build has no such kernels.",
+                hint=f"Unset it, or use one of: {', '.join(_native.isas())}.",
+            )
+        _native.use(isa)
+    return _native
+
+
+def available() -> bool:
+    return native() is not None
+
+
+def describe() -> str:
+    """One line for `llmx env` and the reports."""
+    if (found := native()) is None:
+        return "none (installed without a C++ compiler); the torch reference serves"
+    return f"{found.active()} (of {', '.join(found.isas())})"

@@ -1,0 +1,94 @@
+"""The command line. Starts fast: a command imports what it needs inside itself."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from llmx import __version__
+from llmx.errors import LlmxError
+
+INTERRUPTED = 130
+
+
+class Commands(TyperGroup):
+    """Turns what a command raises into one sentence on stderr and an exit code; usage errors stay Typer's (code 2)."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            result = super().invoke(ctx)
+            sys.stdout.flush()  # here a closed pipe can still be caught
+            return result
+        except KeyboardInterrupt:
+            raise typer.Exit(INTERRUPTED) from None
+        except BrokenPipeError:
+            # Whoever read stdout has gone (`llmx env | head -1`): say nothing, also when Python flushes at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(1) from None
+        except Exception as error:
+            if type(error).__module__.partition(".")[0] in ("typer", "click"):
+                raise
+            raise typer.Exit(_explain(error, debug=ctx.params.get("debug", False))) from None
+
+
+def _explain(error: Exception, debug: bool) -> int:
+    """Say what went wrong; the exit code: an LlmxError's own, 1 for any other, which is a bug of ours."""
+    if debug:
+        traceback.print_exception(error)
+    if isinstance(error, LlmxError):
+        message, hint, code = error.message, error.hint, error.exit_code
+    else:
+        message = f"unexpected {type(error).__name__}: {error}"
+        hint, code = f"This is a bug. `llmx --debug {' '.join(sys.argv[1:2])} ...` shows where; please report it.", 1
+    typer.echo(f"error: {message}", err=True)
+    if hint:
+        typer.echo(f"hint: {hint}", err=True)
+    return code
+
+
+app = typer.Typer(
+    cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
+)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"llmx {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def llmx(
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and stop.")
+    ] = False,
+) -> None:
+    """Run, serve and benchmark open LLMs. A command given no model uses `demo`."""
+
+
+def _register() -> None:
+    import importlib
+
+    for name in ("generate", "serve", "bench", "pull", "env"):
+        try:
+            module = importlib.import_module(f"llmx.commands.{name}")
+        except ModuleNotFoundError:
+            continue
+        app.command(name)(getattr(module, name))
+
+
+_register()
+
+
+def main() -> None:
+    app(prog_name="llmx")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+"""`llmx env`: what this machine and this installation can do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llmx.commands.options import Json
+
+
+def env(json: Json = None) -> None:
+    """Say what this machine and this installation can do."""
+    import torch
+    from rich.console import Console
+
+    from llmx.report import Report
+
+    # CUDA's share of the environment is only known with torch loaded.
+    report = Report("env", results={"threads": torch.get_num_threads(), "kernels": _backends()})
+    Console().print(report.environment_table(), report.table())
+    if json is not None:
+        report.write_json(json)
+
+
+def _backends() -> dict[str, Any]:
+    """Each folder of kernels: what it says of itself and the ops it has."""
+    import importlib
+
+    from llmx.kernels import BACKENDS
+
+    found: dict[str, Any] = {}
+    for name in BACKENDS:
+        try:
+            package = importlib.import_module(f"llmx.kernels.{name}")
+        except ModuleNotFoundError as error:
+            if error.name != f"llmx.kernels.{name}":
+                raise
+            continue
+        usable = getattr(package, "available", lambda: True)()
+        says = getattr(package, "describe", lambda: "torch" if usable else "not usable here")()  # noqa: B023
+        found[name] = {"is": says, "ops": sorted(package.KERNELS) if usable else []}
+    return found

@@ -1,0 +1,109 @@
+"""Options that commands share, under llmx's names and vLLM's long ones, and what they mean as an EngineConfig."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from llmx.config import EngineConfig
+
+DEMO = "demo"
+
+_ENGINE = "Engine"
+_OUTPUT = "Output"
+
+Model = Annotated[
+    str | None,
+    typer.Argument(help="A directory with config.json, a .gguf file, or `demo`.", show_default=DEMO, metavar="[MODEL]"),
+]
+Dtype = Annotated[
+    str, typer.Option("--dtype", help="Arithmetic: auto, float32, bfloat16 or float16.", rich_help_panel=_ENGINE)
+]
+Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.", rich_help_panel=_ENGINE)]
+KvCacheDtype = Annotated[
+    str, typer.Option("--kv-cache-dtype", help="What the KV cache stores; auto: as --dtype.", rich_help_panel=_ENGINE)
+]
+MaxModelLen = Annotated[
+    int | None,
+    typer.Option(
+        "--max-model-len", "--model-len", help="Most tokens of prompt and output together.", rich_help_panel=_ENGINE
+    ),
+]
+MaxNumSeqs = Annotated[
+    int | None,
+    typer.Option("--max-num-seqs", "--concurrency-limit", help="Most sequences in one step.", rich_help_panel=_ENGINE),
+]
+MaxNumBatchedTokens = Annotated[
+    int | None,
+    typer.Option("--max-num-batched-tokens", help="Most tokens computed in one step.", rich_help_panel=_ENGINE),
+]
+MemoryUtilization = Annotated[
+    float,
+    typer.Option(
+        "--memory-utilization",
+        "--gpu-memory-utilization",
+        help="Share of the device's memory (on CPU: of the available memory) for weights and KV cache.",
+        rich_help_panel=_ENGINE,
+    ),
+]
+BlockSize = Annotated[int, typer.Option("--block-size", help="Tokens in a KV block.", rich_help_panel=_ENGINE)]
+PrefixCaching = Annotated[
+    bool,
+    typer.Option(
+        "--prefix-caching/--no-prefix-caching",
+        "--enable-prefix-caching/--no-enable-prefix-caching",
+        help="Keep the KV of shared beginnings of prompts.",
+        rich_help_panel=_ENGINE,
+    ),
+]
+Threads = Annotated[
+    int | None, typer.Option("--threads", help="CPU threads; default: as many as may run.", rich_help_panel=_ENGINE)
+]
+Seed = Annotated[
+    int | None, typer.Option("--seed", help="Makes sampling repeatable; default: a fresh one.", rich_help_panel=_ENGINE)
+]
+ServedModelName = Annotated[
+    str | None, typer.Option("--served-model-name", help="The name that the API shows; default: MODEL.")
+]
+
+
+def _writable(path: Path | None) -> Path | None:
+    """Before a long run, not after it."""
+    if path is not None and (path.is_dir() or not os.access(path.absolute().parent, os.W_OK)):
+        raise typer.BadParameter(f"{path} can't be written.")
+    return path
+
+
+Json = Annotated[
+    Path | None,
+    typer.Option(
+        "--json", metavar="PATH", callback=_writable, help="Write the report there.", rich_help_panel=_OUTPUT
+    ),
+]
+
+
+def choose_model(model: str | None) -> tuple[str, bool]:
+    """The model's name and whether it was assumed; in that case one line on stderr says so."""
+    if model is not None:
+        return model, False
+    typer.echo(f"No model given: using `{DEMO}` (SmolLM2-135M-Instruct, Q4_1).", err=True)
+    return DEMO, True
+
+
+def engine_config(model: str, **flags: Any) -> EngineConfig:
+    """The flags above by their parameter names, as an EngineConfig. UsageError for a value that can't be.
+
+    A `seed` of None is the default of EngineConfig: it seeds what the engine itself draws, not the requests.
+    """
+    if flags.get("seed", 0) is None:
+        del flags["seed"]
+    return EngineConfig(model=model, **flags)
+
+
+def is_terminal() -> bool:
+    """Whether a person watches stderr: then progress bars, else plain lines."""
+    return sys.stderr.isatty()

@@ -1,0 +1,34 @@
+"""What all tests share."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # the oracles never look for a network
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> Iterator[None]:
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.manual_seed(0)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def demo() -> Path:
+    """The demo model's GGUF; a test that needs it is skipped where nobody has pulled it: tests are offline."""
+    from llmx.errors import LlmxError
+    from llmx.formats.hub import locate
+
+    try:
+        return locate("demo").path
+    except LlmxError as error:
+        pytest.skip(f"{error.message} Run `llmx pull demo` to include this test.")
