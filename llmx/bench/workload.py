@@ -1,0 +1,63 @@
+"""Seeded random requests: token ids drawn from the vocabulary without its special tokens, lengths from ranges."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
+
+from llmx.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Span:
+    """Whole numbers from `low` to `high`, both included."""
+
+    low: int
+    high: int
+
+    def __str__(self) -> str:
+        return str(self.low) if self.low == self.high else f"{self.low}:{self.high}"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One request of a workload: its prompt and how many tokens it is made to give (`ignore_eos`)."""
+
+    prompt: tuple[int, ...]
+    output_len: int
+
+
+def parse_span(text: str, flag: str) -> Span:
+    """`"128"` or `"32:512"`; a UsageError that names `flag` for anything else."""
+    match = re.fullmatch(r"(\d{1,9})(?::(\d{1,9}))?", text.strip(), re.ASCII)
+    if match is None:
+        raise UsageError(f"{flag} must be a length or a range like 32:512, not {text!r}.")
+    low = int(match[1])
+    high = int(match[2]) if match[2] else low
+    if low < 1 or high < low:
+        raise UsageError(f"{flag} must begin at 1 or more and not end before it begins, not {text!r}.")
+    return Span(low, high)
+
+
+def vocabulary(size: int, special: Container[int]) -> list[int]:
+    """The ids that random prompts are made of."""
+    return [token for token in range(size) if token not in special] or list(range(size))
+
+
+def random_prompt(ids: Sequence[int], length: int, seed: str) -> tuple[int, ...]:
+    """`length` ids drawn independently. The same seed gives the same prompt on every machine."""
+    return tuple(random.Random(f"prompt/{seed}").choices(ids, k=length))
+
+
+def mixed_lengths(count: int, prompt: Span, output: Span, seed: int) -> list[tuple[int, int]]:
+    """`count` pairs (prompt length, output length), uniform over the ranges; they don't depend on the vocabulary."""
+    rng = random.Random(f"lengths/{seed}")
+    return [(rng.randint(prompt.low, prompt.high), rng.randint(output.low, output.high)) for _ in range(count)]
+
+
+def mixed_jobs(ids: Sequence[int], count: int, prompt: Span, output: Span, seed: int) -> list[Job]:
+    """`count` requests with distinct random prompts (a cold prefix cache stays cold) and mixed lengths."""
+    lengths = mixed_lengths(count, prompt, output, seed)
+    return [Job(random_prompt(ids, n_in, f"{seed}/{i}"), n_out) for i, (n_in, n_out) in enumerate(lengths)]
