@@ -1,0 +1,184 @@
+"""What every weight file gives: stored tensors by name, and slices of them read from a private mapping of the file."""
+
+from __future__ import annotations
+
+import mmap
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Protocol
+
+from llmx.errors import LlmxError, UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+Slices = Mapping[int, tuple[int, int]]
+WHOLE: Slices = MappingProxyType({})
+MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Linux's value; Python names it from 3.13 on
+
+# Stored kinds that are plain arrays: bits of an element and torch's name of the dtype.
+PLAIN = {
+    "BOOL": (8, "bool"),
+    "U8": (8, "uint8"),
+    "I8": (8, "int8"),
+    "F8_E4M3": (8, "float8_e4m3fn"),
+    "F8_E5M2": (8, "float8_e5m2"),
+    "F8_E8M0": (8, "float8_e8m0fnu"),
+    "F8_E4M3FNUZ": (8, "float8_e4m3fnuz"),
+    "F8_E5M2FNUZ": (8, "float8_e5m2fnuz"),
+    "U16": (16, "uint16"),
+    "I16": (16, "int16"),
+    "F16": (16, "float16"),
+    "BF16": (16, "bfloat16"),
+    "U32": (32, "uint32"),
+    "I32": (32, "int32"),
+    "F32": (32, "float32"),
+    "U64": (64, "uint64"),
+    "I64": (64, "int64"),
+    "F64": (64, "float64"),
+    "C64": (64, "complex64"),
+}
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor as the file holds it.
+
+    `kind`: "F32", "F16", "BF16", "F8_E4M3", "I8", "I32", "U8"... or a GGUF block type such as "Q4_1". `shape` is logical
+    and row-major: a linear is (n_out, n_in), in GGUF too.
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+    @property
+    def read_shape(self) -> tuple[int, ...]:
+        """Shape of what `read` returns: `shape`, and for block types the last axis counted in bytes."""
+        if self.kind in PLAIN:
+            return self.shape
+        return (*self.shape[:-1], self.nbytes // prod(self.shape[:-1]))
+
+
+class Checkpoint(Protocol):
+    """An open, checked weight file or set of files. `bytes_read`: sum of the bytes of all slices handed out."""
+
+    kind: str
+    bytes_read: int
+
+    def names(self) -> Sequence[str]:
+        """Names of all stored tensors, in the order of the file."""
+        ...
+
+    def __contains__(self, name: object) -> bool: ...
+
+    def stored(self, name: str) -> Stored:
+        """What is stored under `name`; KeyError if nothing is."""
+        ...
+
+    def read(self, name: str, slices: Slices = WHOLE) -> torch.Tensor:
+        """The stored tensor, or the part `slices` = {axis: (start, stop)} of it, in stored elements.
+
+        Plain kinds give a tensor of that dtype and shape. Block types give uint8 (..., bytes of a row): their last axis
+        is sliced in bytes. Slices of the leading axis are views of the file's private mapping, others are copies; only
+        the bytes of the slice are touched.
+        """
+        ...
+
+
+class MappedFile:
+    """A file mapped copy-on-write: writes to a tensor on it stay in this process, and pages are shared until then."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            with path.open("rb") as file:
+                self.size = file.seek(0, 2)
+                if self.size == 0:
+                    raise UsageError(f"{path} is empty.")
+                self.data = _map(file.fileno())
+        except OSError as error:
+            raise UsageError(f"{path} can't be read: {error.strerror}.") from error
+
+
+def _map(descriptor: int) -> mmap.mmap:
+    if sys.platform == "linux":
+        # Without NORESERVE the kernel refuses to map a file larger than memory and swap, though nothing is written to it.
+        flags = mmap.MAP_PRIVATE | MAP_NORESERVE
+        return mmap.mmap(descriptor, 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    return mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
+
+
+@dataclass(frozen=True)
+class Region:
+    """Where a stored tensor lies: `offset` bytes into `file`."""
+
+    stored: Stored
+    file: MappedFile
+    offset: int
+
+
+class MappedCheckpoint:
+    """A Checkpoint over regions of mapped files, whose bounds the format's own reader has checked."""
+
+    def __init__(self, kind: str, regions: Mapping[str, Region]) -> None:
+        self.kind = kind
+        self.bytes_read = 0
+        self._regions = regions
+
+    def names(self) -> Sequence[str]:
+        return tuple(self._regions)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._regions
+
+    def stored(self, name: str) -> Stored:
+        return self._regions[name].stored
+
+    def read(self, name: str, slices: Slices = WHOLE) -> torch.Tensor:
+        view = _view(self._regions[name])
+        for axis, (start, stop) in slices.items():
+            assert 0 <= start <= stop <= view.shape[axis], (
+                f"{name}: [{start}, {stop}) of axis {axis}, {tuple(view.shape)}"
+            )
+            view = view.narrow(axis, start, stop - start)
+        part = view.contiguous()
+        self.bytes_read += part.numel() * part.element_size()
+        return part
+
+
+def _view(region: Region) -> torch.Tensor:
+    import torch
+
+    stored = region.stored
+    if stored.kind not in PLAIN:
+        dtype = torch.uint8
+    elif (found := getattr(torch, PLAIN[stored.kind][1], None)) is not None:
+        dtype = found
+    else:
+        raise LlmxError(
+            f"{stored.name} is stored as {stored.kind}, which torch {torch.__version__} does not have.",
+            hint="Install a newer torch.",
+        )
+    shape = stored.read_shape
+    if stored.nbytes == 0:
+        return torch.empty(shape, dtype=dtype)
+    if region.offset % dtype.itemsize:  # tensors lie on whole elements; old safetensors files do not promise that
+        raw = torch.frombuffer(region.file.data, dtype=torch.uint8, count=stored.nbytes, offset=region.offset)
+        return raw.clone().view(dtype).reshape(shape)
+    count = stored.nbytes // dtype.itemsize
+    return torch.frombuffer(region.file.data, dtype=dtype, count=count, offset=region.offset).reshape(shape)
+
+
+def check_apart(regions: Iterable[Region], where: str) -> None:
+    """UsageError if two regions of one file share a byte."""
+    last: Region | None = None
+    for region in sorted(regions, key=lambda region: (region.offset, region.stored.nbytes)):
+        if last is not None and region.offset < last.offset + last.stored.nbytes:
+            raise UsageError(f"{where}: tensors {last.stored.name!r} and {region.stored.name!r} overlap.")
+        last = region
