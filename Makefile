@@ -13,10 +13,11 @@ PIP := $(PY) -m pip --disable-pip-version-check
 LLMX := $(VENV)/bin/llmx
 export LLMX_REQUIRE_NATIVE ?= 1
 
-# In the checkout, not in the venv: another clone must install itself into a shared venv.
-READY := build/ready
-$(READY): pyproject.toml CMakeLists.txt constraints.txt
-	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+# In the checkout, not in the venv, and one for each venv: another clone must install itself into a shared one.
+READY := build/ready$(subst /,-,$(abspath $(VENV)))
+$(PY):
+	$(PYTHON) -m venv $(VENV)
+$(READY): $(PY) pyproject.toml CMakeLists.txt constraints.txt
 	$(PIP) install -q -c constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
 	$(PIP) install -q -c constraints.txt scikit-build-core nanobind cmake ninja
 	$(PIP) install -q -c constraints.txt --no-build-isolation -e '.[dev]'
@@ -24,3 +25,29 @@ $(READY): pyproject.toml CMakeLists.txt constraints.txt
 
 .DEFAULT_GOAL := $(READY)
 .PHONY: demo test lint native clean
+
+# The lines on stdout and stderr are the commands' own.
+demo: $(READY)
+	$(LLMX) pull demo
+	$(LLMX) generate demo --prompt "The capital of France is" --max-tokens 32 --temperature 0
+	$(LLMX) bench demo --json build/demo-bench.json
+	@echo "The report: $(CURDIR)/build/demo-bench.json"
+
+# One thread for each of pytest's processes: the tests are many and small.
+test: $(READY) lint native
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(JOBS)
+
+native: $(READY)
+	@$(PY) -c "import llmx; llmx.__loader__.rebuild()" > build/native.log 2>&1 || { cat build/native.log; false; }
+
+# mypy doesn't know that kernels/* is mapped into the package, so it checks a tree of links where it is.
+TYPED := build/typed
+lint: $(READY)
+	$(PY) -m ruff check -q .
+	$(PY) -m ruff format -q --check .
+	rm -rf $(TYPED) && mkdir -p $(TYPED)
+	cp -rs $(CURDIR)/llmx $(TYPED)/ && cp -rs $(CURDIR)/kernels/* $(TYPED)/llmx/kernels/
+	$(PY) -m mypy -p llmx
+
+clean:
+	rm -rf $(VENV) build
