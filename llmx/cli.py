@@ -51,9 +51,7 @@ def _explain(error: Exception, debug: bool) -> int:
     return code
 
 
-app = typer.Typer(
-    cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
-)
+app = typer.Typer(cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 
 def _version(asked: bool) -> None:

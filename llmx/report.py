@@ -21,16 +21,9 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 SCHEMA_VERSION = 1  # raised when a field changes its meaning or goes away; new fields alone don't raise it
-ISA_FLAGS = ("avx", "f16c", "fma", "avx2", "avx512f", "avx512bw", "avx512vl", "avx512_vnni", "avx512_bf16") + (
-    "avx_vnni",
-    "amx_tile",
-    "amx_int8",
-    "amx_bf16",
-    "asimd",
-    "asimddp",
-    "i8mm",
-    "bf16",
-    "sve",
+ISA_FLAGS = (  # those that decide which kernels can run, x86-64 and Arm, as /proc/cpuinfo spells them
+    *("avx", "f16c", "fma", "avx2", "avx512f", "avx512bw", "avx512vl", "avx512_vnni", "avx512_bf16", "avx_vnni"),
+    *("amx_tile", "amx_int8", "amx_bf16", "asimd", "asimddp", "i8mm", "bf16", "sve"),
 )
 
 
@@ -109,7 +102,7 @@ def _table(title: str, values: Mapping[str, Any]) -> Table:
     table.add_column("value", justify="right")
     for name, value in values.items():
         for path, text in _rows(value, name):
-            table.add_row(path.replace("_", " "), text)
+            table.add_row(path, text)
         table.add_section()
     return table
 
@@ -121,11 +114,12 @@ def _rows(value: Any, path: str) -> Iterator[tuple[str, str]]:
             yield path, _number(value["mean"]) + spread
             return
         for key, inner in value.items():
-            yield from _rows(inner, f"{path} {key}")
+            yield from _rows(inner, f"{path}.{key}")
     elif isinstance(value, list | tuple):
-        yield path, ", ".join(_number(item) for item in value) if len(value) <= 8 else f"{len(value)} values"
+        shown = ", ".join(_number(item) for item in value) if len(value) <= 8 else f"{len(value)} values"
+        yield path, shown or "none"
     else:
-        yield path, _number(value)
+        yield path, f"{value / 2**30:.1f} GiB" if path.endswith("memory_bytes") and value else _number(value)
 
 
 def _number(value: Any) -> str:

@@ -1,4 +1,7 @@
-"""Counter-based random numbers: Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011)."""
+"""Counter-based random numbers: Philox4x32-10.
+
+Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +30,9 @@ def philox4x32(counter: list[torch.Tensor], key: list[torch.Tensor]) -> list[tor
 def philox_uniform(seeds: torch.Tensor, positions: torch.Tensor, stream: int, vocab: int) -> torch.Tensor:
     """A uniform number in (0, 1) for each row and vocabulary index: (rows,), (rows,) int64 -> (rows, vocab) float32.
 
-    Key: low and high word of the seed. Counter: low and high word of the position, `stream`, index // 4; word index % 4 of the
-    result is the index's. Its upper 23 bits b give (b + 0.5) / 2**23, exact in float32: never 0, never 1. (With 24 bits the half
-    would round, up to 1.0, whose Gumbel value is infinite.)
+    Key: low and high word of the seed. Counter: low and high word of the position, `stream`, index // 4; word
+    index % 4 of the result is the index's. Its upper 23 bits b give (b + 0.5) / 2**23, exact in float32: never 0,
+    never 1. (With 24 bits the half would round, up to 1.0, whose Gumbel value is infinite.)
     """
     groups = torch.arange((vocab + 3) // 4, device=seeds.device)
     counter = [

@@ -80,9 +80,7 @@ def _writable(path: Path | None) -> Path | None:
 
 Json = Annotated[
     Path | None,
-    typer.Option(
-        "--json", metavar="PATH", callback=_writable, help="Write the report there.", rich_help_panel=_OUTPUT
-    ),
+    typer.Option("--json", metavar="PATH", callback=_writable, help="Write the report there.", rich_help_panel=_OUTPUT),
 ]
 
 
