@@ -1,1 +1,1 @@
-"""File formats, ignorant of models: safetensors, GGUF, typed fields, and where a model name leads. No torch at import."""
+"""File formats, ignorant of models: safetensors, GGUF, typed fields, where a model name leads. No torch at import."""

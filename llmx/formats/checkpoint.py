@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -48,8 +48,8 @@ PLAIN = {
 class Stored:
     """A tensor as the file holds it.
 
-    `kind`: "F32", "F16", "BF16", "F8_E4M3", "I8", "I32", "U8"... or a GGUF block type such as "Q4_1". `shape` is logical
-    and row-major: a linear is (n_out, n_in), in GGUF too.
+    `kind`: "F32", "F16", "BF16", "F8_E4M3", "I8", "I32", "U8"... or a GGUF block type such as "Q4_1". `shape` is
+    logical and row-major: a linear is (n_out, n_in), in GGUF too.
     """
 
     name: str
@@ -108,7 +108,7 @@ class MappedFile:
 
 def _map(descriptor: int) -> mmap.mmap:
     if sys.platform == "linux":
-        # Without NORESERVE the kernel refuses to map a file larger than memory and swap, though nothing is written to it.
+        # Without NORESERVE Linux refuses to map a file larger than memory and swap, though nothing is written to it.
         flags = mmap.MAP_PRIVATE | MAP_NORESERVE
         return mmap.mmap(descriptor, 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
     return mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
@@ -175,10 +175,6 @@ def _view(region: Region) -> torch.Tensor:
     return torch.frombuffer(region.file.data, dtype=dtype, count=count, offset=region.offset).reshape(shape)
 
 
-def check_apart(regions: Iterable[Region], where: str) -> None:
-    """UsageError if two regions of one file share a byte."""
-    last: Region | None = None
-    for region in sorted(regions, key=lambda region: (region.offset, region.stored.nbytes)):
-        if last is not None and region.offset < last.offset + last.stored.nbytes:
-            raise UsageError(f"{where}: tensors {last.stored.name!r} and {region.stored.name!r} overlap.")
-        last = region
+def by(shape: tuple[int, ...]) -> str:
+    """A shape as messages show it: "576×1536"."""
+    return "×".join(map(str, shape)) or "a single number"

@@ -37,8 +37,8 @@ def shown(value: Any) -> str:
 class Fields:
     """A mapping with typed reads. `where` ("config.json", "model.gguf") begins every error message.
 
-    `null` counts as absent. Without a default an absent key is a UsageError, and so is a value of another type or outside
-    [low, high]: a bool or 1.0 is no whole number, and a number is finite.
+    `null` counts as absent. Without a default an absent key is a UsageError, and so is a value of another type or
+    outside [low, high]: a bool or 1.0 is no whole number, and a number is finite.
     """
 
     def __init__(self, data: Mapping[str, Any], where: str, prefix: str = "") -> None:
@@ -198,17 +198,17 @@ def parse_json(text: bytes, where: str, *, unique: bool = False) -> Fields:
         raise UsageError(f"{where} is not UTF-8 text (byte {error.start}).") from error
     except json.JSONDecodeError as error:
         raise UsageError(f"{where} is not valid JSON: {error.msg} at line {error.lineno}.") from error
-    except (ValueError, RecursionError) as error:
-        raise UsageError(
-            f"{where} is not readable JSON: {'nested too deep' if isinstance(error, RecursionError) else 'a number has too many digits'}."
-        ) from error
+    except RecursionError as error:
+        raise UsageError(f"{where} is JSON that is nested too deep.") from error
+    except ValueError as error:
+        raise UsageError(f"{where} holds a number with too many digits.") from error
     if not isinstance(data, dict):
         raise UsageError(f"{where} must hold a JSON object, not {shown(data)}.")
     return Fields(data, where)
 
 
 def load_json(path: Path, limit: int = JSON_LIMIT) -> Fields:
-    """The JSON object in the file `path`; a missing, unreadable, broken or over-long (above `limit` bytes) file is a UsageError."""
+    """The JSON object in the file `path`; a missing, broken or over-long one (above `limit` bytes) is a UsageError."""
     try:
         size = path.stat().st_size
         if size > limit:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from llmx.errors import UsageError
-from llmx.formats.checkpoint import MappedCheckpoint, MappedFile, Region, Stored, check_apart
+from llmx.formats.checkpoint import MappedCheckpoint, MappedFile, Region, Stored, by
 from llmx.formats.fields import Fields, shown
 
 # ggml's types by number: name, elements in a block, bytes of a block.
@@ -55,15 +56,16 @@ TYPES = {
 }
 # Metadata value types by number: struct code of the plain ones.
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-STRING, ARRAY = 8, 9
+BOOL, STRING, ARRAY = 7, 8, 9
+TENSOR_BYTES, PAIR_BYTES = 24, 13  # the least that an entry of each table takes
 MAX_ELEMENTS = 2**22  # of all metadata arrays together: the largest vocabularies need about a third
 MAX_TENSORS = 2**16
 MAX_DIMS = 4
-MAX_NAME = 2**16
+MAX_NAME = 2**16  # bytes
 
 
 class Gguf(MappedCheckpoint):
-    """An open GGUF file: a Checkpoint with its `metadata` (whole numbers, floats, bools, strings, and lists of them)."""
+    """An open GGUF file: a Checkpoint with its `metadata`: whole numbers, floats, bools, strings, and lists of them."""
 
     def __init__(self, path: Path, metadata: Mapping[str, Any], regions: Mapping[str, Region]) -> None:
         super().__init__("gguf", regions)
@@ -73,12 +75,12 @@ class Gguf(MappedCheckpoint):
 
 def open_gguf(path: Path) -> Gguf:
     """Opens and checks `path`; anything wrong with it is a UsageError of one sentence."""
-    file = MappedFile(path)
-    cursor = _Cursor(file)
+    cursor = _Cursor(MappedFile(path))
     tensors, pairs = _read_header(cursor)
     metadata = _read_metadata(cursor, pairs)
-    _refuse_split(metadata, path)
-    return Gguf(path, metadata, _read_tensors(cursor, tensors, _alignment(cursor, metadata)))
+    fields = Fields(metadata, cursor.name)
+    _refuse_split(fields)
+    return Gguf(path, metadata, _read_tensors(cursor, tensors, _alignment(fields)))
 
 
 class _Cursor:
@@ -95,13 +97,20 @@ class _Cursor:
     def left(self) -> int:
         return self.file.size - self.at
 
+    def error(self, problem: str) -> UsageError:
+        return UsageError(f"{self.name}: {problem}.")
+
+    def short(self, problem: str) -> UsageError:
+        """The error for a file that ends before something that it says it has."""
+        return UsageError(
+            f"{self.name} is cut short or damaged: {problem}; the file has {self.file.size:,} bytes.",
+            hint="Was the download complete?",
+        )
+
     def need(self, nbytes: int, what: str) -> int:
         """Moves over `nbytes` and returns where they begin."""
         if nbytes > self.left:
-            raise UsageError(
-                f"{self.name} is cut short or damaged: {what} needs {nbytes:,} bytes at byte {self.at:,}, and {self.left:,} are left.",
-                hint="Was the download complete?",
-            )
+            raise self.short(f"{what} takes {nbytes:,} bytes from byte {self.at:,} on")
         start = self.at
         self.at += nbytes
         return start
@@ -113,12 +122,12 @@ class _Cursor:
     def text(self, what: str, limit: int | None = None) -> str:
         length = self.number("Q", f"the length of {what}")
         if limit is not None and length > limit:
-            raise UsageError(f"{self.name}: {what} has {length:,} bytes; at most {limit:,} are allowed.")
+            raise self.error(f"{what} has {length:,} bytes; at most {limit:,} are allowed")
         start = self.need(length, what)
         try:
             return self.data[start : start + length].decode("utf-8")
         except UnicodeDecodeError as error:
-            raise UsageError(f"{self.name}: {what} is not UTF-8 text (byte {start + error.start:,}).") from error
+            raise self.error(f"{what} is not UTF-8 text (byte {start + error.start:,})") from error
 
 
 def _read_header(cursor: _Cursor) -> tuple[int, int]:
@@ -128,18 +137,15 @@ def _read_header(cursor: _Cursor) -> tuple[int, int]:
     cursor.at = 4
     version = cursor.number("I", "the version")
     if version in (0x02000000, 0x03000000):
-        raise UsageError(f"{cursor.name} is a big-endian GGUF file; llmx reads little-endian ones.")
+        raise cursor.error("this is a big-endian GGUF file, and llmx reads little-endian ones")
     if version not in (2, 3):
-        raise UsageError(f"{cursor.name} has GGUF version {version}; llmx reads versions 2 and 3.")
+        raise cursor.error(f"this is GGUF version {version}, and llmx reads versions 2 and 3")
     tensors, pairs = cursor.number("Q", "the tensor count"), cursor.number("Q", "the metadata count")
-    if tensors > MAX_TENSORS or tensors > cursor.left // 24:
-        raise UsageError(
-            f"{cursor.name} says it holds {tensors:,} tensors, too many for a file of {cursor.file.size:,} bytes."
-        )
-    if pairs > cursor.left // 13:
-        raise UsageError(
-            f"{cursor.name} says it holds {pairs:,} metadata pairs, too many for a file of {cursor.file.size:,} bytes."
-        )
+    for count, what, least in ((tensors, "tensors", TENSOR_BYTES), (pairs, "metadata pairs", PAIR_BYTES)):
+        if count * least > cursor.left:
+            raise cursor.short(f"it says that it holds {count:,} {what}")
+    if tensors > MAX_TENSORS:
+        raise cursor.error(f"it holds {tensors:,} tensors, and llmx reads at most {MAX_TENSORS:,}")
     return tensors, pairs
 
 
@@ -148,10 +154,11 @@ def _read_metadata(cursor: _Cursor, pairs: int) -> dict[str, Any]:
     for index in range(pairs):
         key = cursor.text(f"metadata key {index}", MAX_NAME)
         if not key:
-            raise UsageError(f"{cursor.name}: metadata key {index} is empty.")
+            raise cursor.error(f"metadata key {index} is empty")
         if key in metadata:
-            raise UsageError(f"{cursor.name} names the metadata key {shown(key)} twice.")
-        metadata[key] = _read_value(cursor, cursor.number("I", f"the type of {shown(key)}"), f"metadata {shown(key)}")
+            raise cursor.error(f"metadata key {shown(key)} appears twice")
+        what = f"metadata {shown(key)}"
+        metadata[key] = _read_value(cursor, cursor.number("I", f"the type of {what}"), what)
     return metadata
 
 
@@ -163,16 +170,16 @@ def _read_value(cursor: _Cursor, code: int, what: str) -> Any:
     code, count = cursor.number("I", f"the type of {what}"), cursor.number("Q", f"the length of {what}")
     cursor.elements += count
     if cursor.elements > MAX_ELEMENTS:
-        raise UsageError(f"{cursor.name}: {what} has {count:,} elements; metadata may hold {MAX_ELEMENTS:,} in all.")
+        raise cursor.error(f"{what} has {count:,} elements, and metadata may hold {MAX_ELEMENTS:,} in all")
     return _strings(cursor, count, what) if code == STRING else _scalars(cursor, code, count, what)
 
 
 def _scalars(cursor: _Cursor, code: int, count: int, what: str) -> list[Any]:
     if code not in SCALARS:
-        raise UsageError(f"{cursor.name}: {what} has value type {code}, which GGUF does not have there.")
+        raise cursor.error(f"{what} has value type {code}, which GGUF does not have there")
     start = cursor.need(count * struct.calcsize("<" + SCALARS[code]), what)
-    if code == 7 and any(cursor.data[at] > 1 for at in range(start, cursor.at)):
-        raise UsageError(f"{cursor.name}: {what} holds a byte other than 0 and 1 where true or false must be.")
+    if code == BOOL and max(cursor.data[start : cursor.at], default=0) > 1:
+        raise cursor.error(f"{what} holds a byte other than 0 and 1 where true or false must be")
     return list(struct.unpack_from(f"<{count}{SCALARS[code]}", cursor.data, start))
 
 
@@ -182,39 +189,33 @@ def _strings(cursor: _Cursor, count: int, what: str) -> list[str]:
     length_at = struct.Struct("<Q").unpack_from
     strings: list[str] = []
     try:
-        for _ in range(count):
-            (length,) = length_at(data, at)
-            start, at = at + 8, at + 8 + length
+        while len(strings) < count and at + 8 <= end:
+            start = at + 8
+            at = start + length_at(data, at)[0]
             if at > end:
                 break
             strings.append(data[start:at].decode("utf-8"))
-    except struct.error:
-        pass  # fewer than 8 bytes are left: reported with the other shortage
     except UnicodeDecodeError as error:
-        raise UsageError(f"{cursor.name}: element {len(strings):,} of {what} is not UTF-8 text.") from error
+        raise cursor.error(f"string {len(strings):,} of {what} is not UTF-8 text") from error
     if len(strings) < count:
-        raise UsageError(
-            f"{cursor.name} is cut short or damaged: {what} says it has {count:,} strings, and the file ends in number {len(strings):,}.",
-            hint="Was the download complete?",
-        )
+        raise cursor.short(f"it says that {what} has {count:,} strings, and ends in number {len(strings):,}")
     cursor.at = at
     return strings
 
 
-def _refuse_split(metadata: Mapping[str, Any], path: Path) -> None:
-    fields = Fields(metadata, path.name)
+def _refuse_split(fields: Fields) -> None:
     parts = fields.integer("split.count", 1, low=0)
     if parts > 1:
         raise UsageError(
-            f"{path.name} is part {fields.integer('split.no', 0, low=0) + 1} of a model split into {parts} files, which llmx does not read yet.",
-            hint="Join the parts with llama.cpp: llama-gguf-split --merge FIRST_PART OUTPUT.",
+            f"{fields.where} is one of the {parts} parts of a split model, which llmx does not read yet.",
+            hint="Join them with llama.cpp: llama-gguf-split --merge FIRST_PART OUTPUT.",
         )
 
 
-def _alignment(cursor: _Cursor, metadata: Mapping[str, Any]) -> int:
-    value = Fields(metadata, cursor.name).integer("general.alignment", 32, low=1, high=2**20)
+def _alignment(fields: Fields) -> int:
+    value = fields.integer("general.alignment", 32, low=1, high=2**20)
     if value & (value - 1):
-        raise UsageError(f"{cursor.name}: general.alignment must be a power of two, not {value}.")
+        raise UsageError(f"{fields.where}: general.alignment must be a power of two, not {value}.")
     return value
 
 
@@ -223,40 +224,40 @@ def _read_tensors(cursor: _Cursor, count: int, alignment: int) -> dict[str, Regi
     for index in range(count):
         name = cursor.text(f"the name of tensor {index}", MAX_NAME)
         if name in table:
-            raise UsageError(f"{cursor.name} names tensor {shown(name)} twice.")
-        table[name] = _tensor(cursor, name)
+            raise cursor.error(f"tensor {shown(name)} appears twice")
+        table[name] = _read_tensor(cursor, name)
     base = -(-cursor.at // alignment) * alignment
     regions = {}
     for name, (stored, offset) in table.items():
         if offset % alignment:
-            raise UsageError(
-                f"{cursor.name}: tensor {shown(name)} begins at {offset:,}, not a multiple of the alignment {alignment}."
-            )
-        if base + offset + stored.nbytes > cursor.file.size:
-            raise UsageError(
-                f"{cursor.name} is cut short or damaged: tensor {shown(name)} ends at byte {base + offset + stored.nbytes:,} "
-                f"and the file has {cursor.file.size:,}.",
-                hint="Was the download complete?",
-            )
+            raise cursor.error(f"tensor {shown(name)} begins at {offset:,}, no multiple of the alignment {alignment}")
+        if (end := base + offset + stored.nbytes) > cursor.file.size:
+            raise cursor.short(f"tensor {shown(name)} would end at byte {end:,}")
         regions[name] = Region(stored, cursor.file, base + offset)
-    check_apart(regions.values(), cursor.name)
+    _check_apart(cursor, list(regions.values()))
     return regions
 
 
-def _tensor(cursor: _Cursor, name: str) -> tuple[Stored, int]:
+def _read_tensor(cursor: _Cursor, name: str) -> tuple[Stored, int]:
     """One entry of the tensor table: what is stored, and its offset into the data section."""
     what = f"tensor {shown(name)}"
-    dims = cursor.number("I", f"the dimensions of {what}")
+    dims = cursor.number("I", f"the number of dimensions of {what}")
     if dims > MAX_DIMS:
-        raise UsageError(f"{cursor.name}: {what} has {dims:,} dimensions; GGUF allows {MAX_DIMS}.")
+        raise cursor.error(f"{what} has {dims:,} dimensions, and GGUF allows {MAX_DIMS}")
     shape = tuple(cursor.number("Q", f"the shape of {what}") for _ in range(dims))[::-1]
     code, offset = cursor.number("I", f"the type of {what}"), cursor.number("Q", f"the offset of {what}")
     if code not in TYPES:
-        raise UsageError(f"{cursor.name}: {what} has type number {code}, which llmx does not know.")
+        raise cursor.error(f"{what} has type number {code}, which llmx does not know")
     kind, block, block_bytes = TYPES[code]
-    by = "×".join(map(str, shape))
     if 0 in shape:
-        raise UsageError(f"{cursor.name}: {what} has a zero dimension ({by}).")
+        raise cursor.error(f"{what} has a zero dimension ({by(shape)})")
     if (shape[-1] if shape else 1) % block:
-        raise UsageError(f"{cursor.name}: {what} ({by}) is {kind}, whose rows are whole blocks of {block} elements.")
+        raise cursor.error(f"{what} ({by(shape)}) is {kind}, whose rows are whole blocks of {block} elements")
     return Stored(name, kind, shape, prod(shape) // block * block_bytes), offset
+
+
+def _check_apart(cursor: _Cursor, regions: list[Region]) -> None:
+    regions.sort(key=lambda region: region.offset)
+    for one, next_one in pairwise(regions):
+        if next_one.offset < one.offset + one.stored.nbytes:
+            raise cursor.error(f"tensors {shown(one.stored.name)} and {shown(next_one.stored.name)} overlap")

