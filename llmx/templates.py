@@ -1,0 +1,292 @@
+"""Chat templates: Jinja2 as transformers renders it, in a sandbox with bounds on time and size, for templates from files too."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import cached_property
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+from jinja2.utils import Namespace
+
+from llmx.errors import RequestError, UsageError
+
+MAX_SOURCE = 1 << 20  # characters of a template
+MAX_OUTPUT = 8 << 20  # characters of what it renders, and of any text or list on the way
+MAX_SECONDS = 2.0  # of processor time for one rendering
+MAX_RANGE = 100_000
+RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
+_CONTINUED = "CONTINUE_FINAL_MESSAGE_TAG "  # stands at the end of the message that is continued; cut off again
+
+
+class TemplateRefusal(jinja2.TemplateError):
+    """The template itself called `raise_exception`: it does not take these messages."""
+
+
+class TooMuch(jinja2.TemplateError):
+    """A bound on time or size was reached."""
+
+
+class ChatTemplate:
+    """A model's chat template.
+
+    source: Jinja2. specials: `bos_token`, `eos_token` and the like, as the template names them. named: further templates;
+    `tool_use` is taken when there are tools. The source is compiled when it is first used, so a model with a broken template
+    can still complete plain prompts; `check()` compiles it now.
+    """
+
+    def __init__(self, source: str, specials: Mapping[str, str], *, named: Mapping[str, str] | None = None) -> None:
+        self.source = source
+        self.specials = dict(specials)
+        self.named = {name: ChatTemplate(other, specials) for name, other in (named or {}).items()}
+
+    def check(self) -> None:
+        """UsageError if the template is too large or no Jinja2."""
+        _ = self._compiled
+
+    @cached_property
+    def _compiled(self) -> jinja2.Template:
+        if not isinstance(self.source, str) or len(self.source) > MAX_SOURCE:
+            size = f"{len(self.source)} characters" if isinstance(self.source, str) else type(self.source).__name__
+            raise UsageError(f"The model's chat template ({size}) must be a text of at most {MAX_SOURCE} characters.")
+        try:
+            return _Environment().from_string(self.source)
+        except jinja2.TemplateSyntaxError as error:
+            raise UsageError(f"The model's chat template is broken in line {error.lineno}: {error.message}") from None
+        except (jinja2.TemplateError, RecursionError, SyntaxError, ValueError, OverflowError) as error:
+            raise UsageError(f"The model's chat template is broken: {_short(error)}.") from None
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **kwargs: Any,
+    ) -> str:
+        """The prompt for a conversation, special tokens (also BOS, where the template has it) written out.
+
+        messages: `{"role": ..., "content": ...}`; a content given as a list of `{"type": "text", "text": ...}` is joined
+        without anything in between; keys that are None are left out, and a tool call's `arguments` are parsed, both as
+        transformers and vLLM do. continue_final_message: the last message is left open, to be continued. kwargs reach the
+        template as variables. RequestError for messages the template does not take, UsageError for a broken template.
+        """
+        if continue_final_message and add_generation_prompt:
+            raise RequestError(
+                "continue_final_message and add_generation_prompt exclude each other.", param="continue_final_message"
+            )
+        if tools and "tool_use" in self.named:
+            return self.named["tool_use"].render(
+                messages, add_generation_prompt, continue_final_message, tools, **kwargs
+            )
+        if taken := sorted(RESERVED.intersection(kwargs) | set(self._compiled.environment.globals).intersection(kwargs)):
+            raise RequestError(f"A chat template variable may not be named {taken[0]}.", param="chat_template_kwargs")
+        chat = [_plain_message(message, n) for n, message in enumerate(_listed(messages))]
+        final = _open_final(chat) if continue_final_message else ""
+        values = {**self.specials, **_plain(kwargs), "tools": _plain(tools) or None, "documents": None}
+        text = self._run({**values, "messages": chat, "add_generation_prompt": add_generation_prompt})
+        return _cut_final(text, final) if continue_final_message else text
+
+    def _run(self, values: dict[str, Any]) -> str:
+        template = self._compiled
+        meter = _Meter()
+        parts, size = [], 0
+        try:
+            for part in template.generate({**values, _METER: meter}):
+                parts.append(part)
+                size += len(part)
+                meter.measure(size)
+        except TemplateRefusal as error:
+            raise RequestError(f"The chat template refuses these messages: {_short(error)}", param="messages") from None
+        except TooMuch as error:
+            raise RequestError(f"The chat template does not finish: {_short(error)}.", param="messages") from None
+        except SecurityError as error:
+            raise UsageError(f"The model's chat template does what templates may not: {_short(error)}.") from None
+        except RecursionError:
+            raise RequestError("The chat template does not finish: too deep a recursion.", param="messages") from None
+        except Exception as error:  # whatever a template's expressions can raise on these messages
+            reason = f"{type(error).__name__}: {_short(error)}"
+            raise RequestError(f"The chat template can't render these messages ({reason}).", param="messages") from None
+        return "".join(parts)
+
+
+def _short(error: BaseException) -> str:
+    return str(error)[:300]
+
+
+# ---- messages ---------------------------------------------------------------------------------------------
+
+
+def _listed(messages: Any) -> list[Any]:
+    if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
+        raise RequestError("messages must be a list of at least one message.", param="messages")
+    return list(messages)
+
+
+def _plain_message(message: Any, n: int) -> dict[str, Any]:
+    where = f"messages[{n}]"
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise RequestError(f"{where} must be an object with a text as role.", param="messages")
+    plain = {str(key): _plain(value) for key, value in message.items() if value is not None}
+    if "content" in plain:
+        plain["content"] = _content(plain["content"], where)
+    for call in plain.get("tool_calls") or []:
+        _parse_arguments(call, where)
+    return plain
+
+
+def _content(content: Any, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise RequestError(f"{where}.content must be a text or a list of parts.", param="messages")
+    texts = []
+    for part in content:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            raise RequestError(f"{where}.content has a part of type {str(kind)[:40]!r}; only text is taken.", param="messages")
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def _parse_arguments(call: Any, where: str) -> None:
+    """OpenAI's API carries a tool call's arguments as JSON text; templates want the object."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        raise RequestError(f"{where}.tool_calls must be objects with a function.", param="messages")
+    if isinstance(function.get("arguments"), str):
+        try:
+            function["arguments"] = json.loads(function["arguments"] or "{}")
+        except (ValueError, RecursionError):
+            raise RequestError(f"{where}.tool_calls has arguments that are not JSON.", param="messages") from None
+
+
+def _plain(value: Any, depth: int = 0) -> Any:
+    """A copy made of JSON's types: a template sees no object with methods of its own."""
+    if depth > 64:
+        raise RequestError("The messages or template variables are nested more than 64 deep.", param="messages")
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item, depth + 1) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item, depth + 1) for item in value]
+    if isinstance(value, str):
+        return str.__str__(value)
+    raise RequestError(f"A chat template takes plain values only, not {type(value).__name__}.", param="messages")
+
+
+def _open_final(chat: list[dict[str, Any]]) -> str:
+    content = chat[-1].get("content")
+    if content is None:
+        raise RequestError("continue_final_message needs a last message with content.", param="continue_final_message")
+    chat[-1]["content"] = f"{content}{_CONTINUED}"
+    return str(content)
+
+
+def _cut_final(text: str, final: str) -> str:
+    """The rendered text up to the end of the last message's content; a template may have trimmed the space after it."""
+    at = text.rfind(_CONTINUED.strip())
+    if at < 0 or final.strip() not in text:
+        raise RequestError(
+            "The chat template does not write out the last message, so it can't be continued.",
+            param="continue_final_message",
+        )
+    return text[:at] if text.startswith(_CONTINUED, at) else text[:at].rstrip()
+
+
+# ---- the sandbox ------------------------------------------------------------------------------------------
+
+_METER = "_meter"  # the rendering's meter among the template's variables; templates can't name or change it
+
+
+class _Meter:
+    """The bounds of one rendering, looked at in every turn of a loop and at every call."""
+
+    def __init__(self) -> None:
+        self.deadline = time.thread_time() + MAX_SECONDS
+        self.ticks = 0
+
+    def tick(self) -> None:
+        self.ticks += 1
+        if self.ticks % 64 == 0 and time.thread_time() > self.deadline:
+            raise TooMuch(f"it took over {MAX_SECONDS:g} s")
+
+    def measure(self, size: int) -> None:
+        self.tick()
+        if size > MAX_OUTPUT:
+            raise TooMuch(f"it makes over {MAX_OUTPUT} characters")
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """What transformers renders chat templates with, and bounds."""
+
+    intercepted_binops = frozenset({"*", "**", "%", "+"})
+
+    def __init__(self) -> None:
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
+        self.filters["tojson"] = _tojson
+        self.globals = {
+            "raise_exception": _raise_exception,
+            "strftime_now": lambda format: datetime.now().strftime(format),
+            "range": _range,
+            "dict": lambda *args, **kwargs: dict(*args, **kwargs),
+            "namespace": _Namespace,
+            "cycler": jinja2.utils.Cycler,
+            "joiner": jinja2.utils.Joiner,
+        }
+
+
+def _tojson(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """JSON as it is: Jinja2's own filter escapes for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: Any) -> None:
+    raise TemplateRefusal(str(message))
+
+
+def _range(*bounds: int) -> range:
+    numbers = range(*bounds)
+    if len(numbers) > MAX_RANGE:
+        raise TooMuch(f"it counts over {MAX_RANGE} numbers")
+    return numbers
+
+
+class _Namespace(Namespace):
+    """Refuses names that begin with an underscore: they lead to Python's internals."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        self, args = args[0], args[1:]
+        values = dict(*args, **kwargs)
+        for name in values:
+            _check_name(name)
+        Namespace.__init__(self, values)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
+def _check_name(name: Any) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError(f"it sets {name!r} in a namespace")
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}` marks what the model wrote, for training; it renders as what is inside."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
