@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from llmx.config import EngineInfo
+
 if TYPE_CHECKING:
     import torch
 
@@ -23,19 +25,31 @@ class Ceilings:
 
 
 @dataclass(frozen=True)
-class Bound:
-    """The least seconds a unit of work can take: `reads` for its bytes, `computes` for its operations."""
+class Limit:
+    """What the ceilings allow for one pass over the weights, beside what was measured.
 
+    `reads`, `computes`: least seconds for its bytes and for its operations. `reached`: tokens per second.
+    """
+
+    tokens: int
+    weight_bytes: int
+    flops: float
     reads: float
     computes: float
+    reached: float
 
     @property
-    def seconds(self) -> float:
-        return max(self.reads, self.computes)
+    def tokens_per_second(self) -> float:
+        return self.tokens / max(self.reads, self.computes)
 
     @property
     def by(self) -> str:
         return "memory reads" if self.reads >= self.computes else "arithmetic"
+
+    def figures(self) -> dict[str, object]:
+        """As the report shows it."""
+        most = self.tokens_per_second
+        return {"bound_by": self.by, "tokens_per_second": most, "share_reached": self.reached / most}
 
 
 def _best(work: Callable[[], object], device: torch.device) -> float:
@@ -66,14 +80,21 @@ def measure(device_name: str, dtype_name: str) -> Ceilings:
     device = torch.device(device_name)
     cuda = device.type == "cuda"
     dtype = getattr(torch, dtype_name) if cuda else torch.float32
-    stream = torch.ones((1 << 28) if cuda else (1 << 26), device=device)  # float32: 1 GiB, 256 MiB: beyond any cache
+    stream = torch.ones(1 << 26, device=device)  # float32, 256 MiB: beyond the caches, and room is left for it
     read = stream.nbytes / _best(stream.sum, device)
-    n = 8192 if cuda else 1024
+    n = 4096 if cuda else 1024
     a = torch.ones(n, n, dtype=dtype, device=device)
     matmul = 2 * n**3 / _best(lambda: a @ a, device)
     return Ceilings(read, matmul, str(dtype).removeprefix("torch."))
 
 
-def bound(ceilings: Ceilings, weight_bytes: float, parameters: float, tokens: int) -> Bound:
+def weights_as_computed(info: EngineInfo) -> tuple[int, int]:
+    """(bytes that a pass over the weights reads, parameters). The reference unpacks to float32 on a CPU."""
+    width = 4 if info.device == "cpu" or info.dtype == "float32" else 2
+    return info.parameters * width, info.parameters
+
+
+def limit(ceilings: Ceilings, weight_bytes: int, parameters: int, tokens: int, reached: float) -> Limit:
     """For one pass over all weights that multiplies each of them by `tokens` tokens."""
-    return Bound(weight_bytes / ceilings.read, 2.0 * parameters * tokens / ceilings.matmul)
+    flops = 2.0 * parameters * tokens
+    return Limit(tokens, weight_bytes, flops, weight_bytes / ceilings.read, flops / ceilings.matmul, reached)

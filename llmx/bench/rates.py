@@ -6,8 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from llmx.bench.serving import forced
-from llmx.bench.workload import random_prompt
+from llmx.bench.workload import forced, random_prompt
 from llmx.errors import LlmxError
 
 if TYPE_CHECKING:

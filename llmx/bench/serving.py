@@ -10,20 +10,14 @@ from typing import TYPE_CHECKING
 
 from llmx.bench.records import Record
 from llmx.bench.stats import share
-from llmx.bench.workload import Job, random_prompt
+from llmx.bench.workload import Job, forced, random_prompt
 from llmx.config import Metrics
-from llmx.core import SamplingParams
 from llmx.errors import RequestError
 
 if TYPE_CHECKING:
     from llmx.llm import LLM
 
 Tell = Callable[[str], None]
-
-
-def forced(tokens: int) -> SamplingParams:
-    """Greedy, and exactly `tokens` tokens."""
-    return SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
 
 
 async def _follow(llm: LLM, job: Job, records: list[Record]) -> None:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
+from llmx.core import SamplingParams
 from llmx.errors import UsageError
 
 
@@ -61,3 +62,8 @@ def mixed_jobs(ids: Sequence[int], count: int, prompt: Span, output: Span, seed:
     """`count` requests with distinct random prompts (a cold prefix cache stays cold) and mixed lengths."""
     lengths = mixed_lengths(count, prompt, output, seed)
     return [Job(random_prompt(ids, n_in, f"{seed}/{i}"), n_out) for i, (n_in, n_out) in enumerate(lengths)]
+
+
+def forced(tokens: int) -> SamplingParams:
+    """Greedy, and exactly `tokens` tokens: the end of the text is ignored."""
+    return SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)

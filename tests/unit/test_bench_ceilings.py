@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import pytest
 
-from llmx.bench.ceilings import Ceilings, bound, measure
+from llmx.bench.ceilings import Ceilings, limit, measure
 
 MACHINE = Ceilings(read=10e9, matmul=100e9, dtype="float32")
 
 
 def test_one_token_is_bound_by_reading_the_weights() -> None:
-    limit = bound(MACHINE, weight_bytes=4e9, parameters=1e9, tokens=1)
-    assert limit.by == "memory reads"
-    assert limit.seconds == pytest.approx(0.4)
+    one = limit(MACHINE, weight_bytes=4 * 10**9, parameters=10**9, tokens=1, reached=2.0)
+    assert one.by == "memory reads"
+    assert one.tokens_per_second == pytest.approx(2.5)
+    assert one.figures()["share_reached"] == pytest.approx(0.8)
 
 
 def test_a_long_prompt_is_bound_by_arithmetic() -> None:
-    limit = bound(MACHINE, weight_bytes=4e9, parameters=1e9, tokens=512)
-    assert limit.by == "arithmetic"
-    assert limit.seconds == pytest.approx(2 * 1e9 * 512 / 100e9)
+    prompt = limit(MACHINE, weight_bytes=4 * 10**9, parameters=10**9, tokens=512, reached=25.0)
+    assert prompt.by == "arithmetic"
+    assert prompt.tokens_per_second == pytest.approx(100e9 / 2e9)
+    assert prompt.figures()["share_reached"] == pytest.approx(0.5)
 
 
 def test_the_rates_are_measured_on_the_named_device() -> None:

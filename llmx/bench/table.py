@@ -1,0 +1,99 @@
+"""A bench's findings for people: tables of rates and latencies, and lines that say what bounds them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from llmx.bench.ceilings import Limit
+from llmx.bench.run import Findings
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+LATENCIES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "E2E"}
+
+
+def show(console: Console, found: Findings) -> None:
+    """Print the tables of the parts that have figures, then what bounds them."""
+    results = found.results()
+    if found.plan.prompt_len or found.plan.gen_len:
+        console.print(_rates(found, results))
+    if "serving" in results:
+        console.print(_serving(results["serving"]))
+        for line in serving_lines(results["serving"]):
+            console.print(line, soft_wrap=True, highlight=False)
+    for part, limit in found.limits().items():
+        console.print(bound_line(part, limit), soft_wrap=True, highlight=False)
+    if found.interrupted:
+        console.print("Interrupted: these are the figures up to there.", soft_wrap=True)
+
+
+def number(value: float | None, decimals: int = 2) -> str:
+    return "–" if value is None else f"{value:,.{decimals}f}"
+
+
+def _rates(found: Findings, results: Mapping[str, Any]) -> Table:
+    from rich.table import Table
+
+    info = found.info
+    table = Table(title=f"{info.model}: {info.architecture}, {info.dtype}, {info.device}", title_justify="left")
+    for name in ("test", "tokens/s", "sd", "runs"):
+        table.add_column(name, justify="left" if name == "test" else "right")
+    for part, label in (("prefill", f"pp{found.plan.prompt_len}"), ("decode", f"tg{found.plan.gen_len}")):
+        if part in results:
+            rate = results[part]["tokens_per_second"]
+            table.add_row(f"{part} {label}", number(rate["mean"]), number(rate["sd"]), str(len(rate["samples"])))
+    return table
+
+
+def _serving(figures: Mapping[str, Any]) -> Table:
+    from rich.table import Table
+
+    title = f"{figures['completed']} of {figures['num_prompts']} requests, {figures['max_concurrency']} at once"
+    lengths = f"prompts of {figures['input_len']}, outputs of {figures['output_len']} tokens"
+    table = Table(title=f"{title}: {lengths}", title_justify="left")
+    table.add_column("ms")
+    for name in ("mean", "p50", "p90", "p95", "p99"):
+        table.add_column(name, justify="right")
+    for key, label in LATENCIES.items():
+        table.add_row(label, *(number(figures[f"{q}_{key}_ms"], 1) for q in ("mean", "p50", "p90", "p95", "p99")))
+    return table
+
+
+def serving_lines(figures: Mapping[str, Any]) -> list[str]:
+    """Throughput, and what the engine's counters say of the run."""
+    output, total = number(figures["output_throughput"], 1), number(figures["total_token_throughput"], 1)
+    lines = [f"{output} output tokens/s ({total} with prompts), {number(figures['request_throughput'])} requests/s"]
+    if "kv_utilisation" in figures:
+        shares = {
+            "KV slots in use": figures["kv_utilisation"],
+            "prompt tokens cached": figures["cached_token_share"],
+            "engine busy": figures["busy_share"],
+        }
+        parts = [f"{name} {number(100 * value, 1)} %" for name, value in shares.items() if value is not None]
+        lines.append(", ".join([*parts, f"preemptions {figures['preemptions']}"]))
+    if figures["failed"]:
+        lines.append(f"{figures['failed']} requests failed: {' '.join(figures['errors']) or 'wrong number of tokens'}")
+    if (figures.get("cached_token_share") or 0.0) >= 0.01:
+        lines.append("Note: part of the prompts came from the prefix cache, so TTFT is not that of new prompts.")
+    return lines
+
+
+def bound_line(part: str, limit: Limit) -> str:
+    """What would be possible at the rates measured in this process, and how much of it was reached."""
+    if limit.by == "memory reads":
+        work, rate, unit = limit.weight_bytes / 1e9, limit.weight_bytes / limit.reads / 1e9, "GB"
+        what = f"reads {work:.3g} GB of weights a {'token' if limit.tokens == 1 else 'pass'}"
+    else:
+        work, rate, unit = limit.flops / limit.tokens / 1e9, limit.flops / limit.computes / 1e9, "GFLOP"
+        what = f"computes {work:.3g} GFLOP a token"
+    share = limit.reached / limit.tokens_per_second
+    verdict = f"{limit.by} bound it" if share >= 0.5 else "overheads (attention, sampling, dispatch) take the rest"
+    if share > 1.05:
+        verdict = "above 100 %: much of the weights stays in the processor's caches"
+    return (
+        f"{part} {what}: {rate:,.3g} {unit}/s, measured here, allow {limit.tokens_per_second:,.4g} tokens/s; "
+        f"{share:.0%} reached: {verdict}."
+    )
