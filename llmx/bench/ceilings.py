@@ -71,7 +71,7 @@ def _best(work: Callable[[], object], device: torch.device) -> float:
     return best
 
 
-def measure(device_name: str, dtype_name: str) -> Ceilings:
+def measure_ceilings(device_name: str, dtype_name: str) -> Ceilings:
     """Both rates on `device_name`, with the threads this process has set.
 
     A CPU is measured in float32 whatever the model's dtype, as the reference kernels compute there."""

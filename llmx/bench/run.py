@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from llmx.bench import ceilings, rates, serving
+from llmx.bench import rates, serving
+from llmx.bench.ceilings import Ceilings, Limit, limit, measure_ceilings, weights_as_computed
 from llmx.bench.records import Record, serving_figures
 from llmx.bench.stats import repetitions
 from llmx.bench.workload import Span, mixed_jobs, vocabulary
@@ -31,18 +32,20 @@ class Plan:
     output_len: Span
     seed: int
 
+    @property
+    def longest(self) -> int:
+        """Most tokens that one of the serving requests can have."""
+        return self.input_len.high + self.output_len.high
+
     def check(self, max_model_len: int) -> None:
         """UsageError for a length that the model's context can't hold."""
-        longest = {
-            f"-p {self.prompt_len}": self.prompt_len + 1 if self.prompt_len else 0,
-            f"-n {self.gen_len}": self.gen_len + 2 if self.gen_len else 0,
-            f"--input-len {self.input_len} with --output-len {self.output_len}": self.input_len.high
-            + self.output_len.high
-            if self.requests
-            else 0,
-        }
-        for flags, tokens in longest.items():
-            if tokens > max_model_len:
+        parts = (
+            (self.prompt_len, f"-p {self.prompt_len}", self.prompt_len + 1),
+            (self.gen_len, f"-n {self.gen_len}", self.gen_len + 2),
+            (self.requests, f"--input-len {self.input_len}, --output-len {self.output_len}", self.longest),
+        )
+        for size, flags, tokens in parts:
+            if size and tokens > max_model_len:
                 raise UsageError(
                     f"{flags} needs a context of {tokens} tokens; the model runs with {max_model_len}.",
                     hint="Lower the lengths, or raise --max-model-len if the model allows it.",
@@ -55,7 +58,7 @@ class Findings:
 
     plan: Plan
     info: EngineInfo
-    ceilings: ceilings.Ceilings | None = None
+    ceilings: Ceilings | None = None
     prefill: list[float] = field(default_factory=list)
     decode: list[float] = field(default_factory=list)
     records: list[Record] = field(default_factory=list)
@@ -77,7 +80,7 @@ class Findings:
                 "read_bytes_per_second": self.ceilings.read,
                 "matmul_flops_per_second": self.ceilings.matmul,
                 "matmul_dtype": self.ceilings.dtype,
-            } | {part: limit.figures() for part, limit in self.limits().items()}
+            } | {part: one.figures() for part, one in self.limits().items()}
         return found
 
     def _serving(self) -> dict[str, Any]:
@@ -90,14 +93,14 @@ class Findings:
             figures |= serving.engine_figures(self.before, self.after, duration)
         return figures
 
-    def limits(self) -> dict[str, ceilings.Limit]:
+    def limits(self) -> dict[str, Limit]:
         """What the machine would allow, for each part that has a figure."""
         if self.ceilings is None:
             return {}
-        weight_bytes, parameters = ceilings.weights_as_computed(self.info)
+        weight_bytes, parameters = weights_as_computed(self.info)
         parts = {"prefill": (self.plan.prompt_len, self.prefill), "decode": (1, self.decode)}
         return {
-            part: ceilings.limit(self.ceilings, weight_bytes, parameters, tokens, statistics.fmean(samples))
+            part: limit(self.ceilings, weight_bytes, parameters, tokens, statistics.fmean(samples))
             for part, (tokens, samples) in parts.items()
             if samples
         }
@@ -108,7 +111,7 @@ def measure(llm: LLM, found: Findings, tell: Callable[[str], None]) -> None:
     plan, ids = found.plan, vocabulary(llm.info.vocab_size, llm.tokenizer.special_ids)
     try:
         tell("measuring this machine's read bandwidth and matmul rate")
-        found.ceilings = ceilings.measure(found.info.device, found.info.dtype)
+        found.ceilings = measure_ceilings(found.info.device, found.info.dtype)
         for part, size, run, samples in (
             ("prefill", plan.prompt_len, rates.prefill_rates, found.prefill),
             ("decode", plan.gen_len, rates.decode_rates, found.decode),

@@ -172,7 +172,7 @@ class Choice:
 
 
 class Script:
-    """What came so far, and when. `show` gets the first text as it comes, and each next one once those before it ended."""
+    """What came so far, and when. `show` gets the first text as it comes, each next one once those before it ended."""
 
     def __init__(self, n: int, show: Callable[[str], None] | None) -> None:
         self.choices = [Choice() for _ in range(n)]

@@ -1,4 +1,4 @@
-"""Before torch is imported: find the model, fetch the demo if it isn't there, check the files. And progress on stderr."""
+"""Before torch is imported: find the model, fetch the demo if need be, check the files. And progress on stderr."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def ready(name: str) -> None:
 
 @contextmanager
 def progress(label: str) -> Iterator[Callable[[int, int], None]]:
-    """A function (bytes done, bytes in all) that draws a bar, or plain lines where nobody watches; unused, it says nothing."""
+    """A function (bytes done, bytes in all) that draws a bar, or plain lines where nobody watches."""
     if not is_terminal():
         yield _lines(label)
         return
