@@ -1,0 +1,25 @@
+"""A linear layer, row by row the same whatever the number of rows."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn import functional
+
+ROWS = 4  # torch's float32 product on the CPU gives a row equal bits in any multiple of this many rows, not in others
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x (rows, n_in), weight (n_out, n_in), bias (n_out,) or None -> (rows, n_out) in x.dtype.
+
+    On the CPU all is computed in float32 and rounded once, and rows are padded with zeros to a multiple of ROWS, so
+    that a row's bits do not depend on its neighbours. Elsewhere the product is torch's own, in x.dtype.
+    """
+    if x.device.type != "cpu":
+        return functional.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+    rows = x.shape[0]
+    padding = -rows % ROWS
+    x32 = functional.pad(x.float(), (0, 0, 0, padding)) if padding else x.float()
+    product = functional.linear(x32, weight.float())[:rows]
+    if bias is not None:
+        product = product + bias.float()
+    return product.to(x.dtype)

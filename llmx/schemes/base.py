@@ -1,0 +1,273 @@
+"""What a stored-weight scheme is: what lies along the axes of its tensors, how to read them back, how to run them.
+
+Row and column slices, fused linears, stacked experts and padded vocabularies all follow from the axes.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from fractions import Fraction
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from llmx.errors import UsageError
+
+if TYPE_CHECKING:
+    from llmx.formats.checkpoint import Stored
+
+CHUNK = 1 << 24  # weights that `prepare` unpacks at a time: bounds its temporaries to a few times 64 MiB
+
+
+class Kind(Enum):
+    """What an axis of a stored tensor counts. VOCAB is OUT where the model may ask for more rows than are stored."""
+
+    OUT = "output"
+    IN = "input"
+    EXPERT = "expert"
+    VOCAB = "vocabulary"
+
+
+@dataclass(frozen=True)
+class Span:
+    """Features [low, high) of `total`. Only along VOCAB may `high` exceed `total`: what is beyond reads as zeros."""
+
+    low: int
+    high: int
+    total: int
+
+    @property
+    def size(self) -> int:
+        return self.high - self.low
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis of a stored tensor: `step` stored elements per feature.
+
+    With `ceil` the last element may stand for fewer features (576 inputs have 5 scales of 128); else all are whole.
+    """
+
+    kind: Kind
+    step: Fraction = Fraction(1)
+    ceil: bool = False
+
+    def at(self, feature: int, total: int) -> int | None:
+        """The stored element that begins at `feature`; None where that is inside an element."""
+        place = feature * self.step
+        if place.denominator == 1:
+            return int(place)
+        return -(-place.numerator // place.denominator) if self.ceil and feature == total else None
+
+
+Dims = tuple[Axis | int, ...]  # per axis of a tensor; a plain number is an axis that never is cut
+Layout = Mapping[str, Dims]  # per stored tensor of a linear, by the last component of its name
+Tensors = Mapping[str, Tensor]
+
+
+class KernelTable(Protocol):
+    """The part of `llmx.kernels.Kernels` that a scheme uses."""
+
+    def get(self, op: str) -> Callable[..., Tensor]: ...
+
+
+def ranges(where: str, dims: Dims, spans: Mapping[Kind, Span]) -> dict[int, tuple[int, int]]:
+    """Stored elements [start, stop) per axis that holds one of `spans`. UsageError if a span cuts a stored element."""
+    found = {}
+    for index, axis in enumerate(dims):
+        if isinstance(axis, int) or axis.kind not in spans:
+            continue
+        span = spans[axis.kind]
+        low, high = span.low, span.high
+        if axis.kind is Kind.VOCAB:
+            low, high = min(low, span.total), min(high, span.total)
+        start, stop = axis.at(low, span.total), axis.at(high, span.total)
+        if start is None or stop is None:
+            whole = (1 / axis.step).numerator
+            raise UsageError(
+                f"{where} can't be cut to {axis.kind.value} features {low} to {high} of {span.total}: "
+                f"its scheme stores {whole} of them together.",
+                hint=f"use a number of ranks that gives each a multiple of {whole} features",
+            )
+        found[index] = (start, stop)
+    return found
+
+
+def narrow(tensors: Tensors, layout: Layout, spans: Mapping[Kind, Span]) -> dict[str, Tensor]:
+    """Views of the spans of a linear's tensors."""
+    cut = {}
+    for name, tensor in tensors.items():
+        for axis, (start, stop) in ranges(name, layout[name], spans).items():
+            tensor = tensor.narrow(axis, start, stop - start)
+        cut[name] = tensor
+    return cut
+
+
+def pad(tensor: Tensor, dims: Dims, spans: Mapping[Kind, Span]) -> Tensor:
+    """`tensor` with zeros for the rows of a VOCAB span that lie beyond the stored ones. Zero bytes are zero weights."""
+    for index, axis in enumerate(dims):
+        if isinstance(axis, int) or axis.kind is not Kind.VOCAB or Kind.VOCAB not in spans:
+            continue
+        wanted = -(-spans[Kind.VOCAB].size * axis.step.numerator // axis.step.denominator)
+        if missing := wanted - tensor.shape[index]:
+            shape = list(tensor.shape)
+            shape[index] = missing
+            tensor = torch.cat([tensor, tensor.new_zeros(shape)], index)
+    return tensor
+
+
+def join(layout: Layout, first: Tensors, n_out: int, second: Tensors) -> dict[str, Tensor] | None:
+    """Tensors of two linears with the same input, one above the other; None where their scheme can't hold both in one.
+
+    `n_out` is that of `first`. Tensors without an output axis (a scale for all) must be equal.
+    """
+    joined = {}
+    for name, dims in layout.items():
+        upper, lower = first[name], second[name]
+        out = [i for i, axis in enumerate(dims) if isinstance(axis, Axis) and axis.kind in (Kind.OUT, Kind.VOCAB)]
+        if not out:
+            if not torch.equal(upper, lower):
+                return None
+            joined[name] = upper
+            continue
+        axis = dims[out[0]]
+        assert isinstance(axis, Axis)
+        assert upper.dim() == lower.dim()
+        others = (upper.select(out[0], 0), lower.select(out[0], 0))
+        if upper.dtype != lower.dtype or others[0].shape != others[1].shape or axis.at(n_out, -1) is None:
+            return None
+        joined[name] = torch.cat([upper, lower], out[0])
+    return joined
+
+
+def as_vocabulary(layout: Layout) -> dict[str, Dims]:
+    """The layout of a linear that is a head or an embedding: its outputs are the vocabulary."""
+
+    def renamed(axis: Axis | int) -> Axis | int:
+        is_out = isinstance(axis, Axis) and axis.kind is Kind.OUT
+        return Axis(Kind.VOCAB, axis.step, axis.ceil) if is_out and isinstance(axis, Axis) else axis
+
+    return {name: tuple(renamed(axis) for axis in dims) for name, dims in layout.items()}
+
+
+def weight_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """What the reference computes with: float32 on the CPU, whatever the activations are; their dtype elsewhere."""
+    return torch.float32 if device.type == "cpu" else dtype
+
+
+@dataclass(frozen=True)
+class Segment:
+    """`n_out` outputs of a linear that are stored alike. `tensors`: as stored, or what `prepare` made of them.
+
+    `layout` is that of the stored tensors. `bias`: (n_out,) in `weight_dtype`, or None.
+    """
+
+    scheme: Scheme
+    n_out: int
+    layout: Layout
+    tensors: Tensors
+    bias: Tensor | None = None
+    prepared: bool = False
+
+
+@dataclass(frozen=True)
+class Case:
+    """A linear that the conformance test stores in this scheme. `kind`: that of the tensor that holds the weights.
+
+    Its attention has `heads` query heads, `kv_heads` of keys and of values, `head_dim` wide; its MLP is `inner` wide.
+    `error` is the largest root mean square error of packing, relative to the weights' own (0: exact).
+    """
+
+    kind: str
+    error: float
+    heads: int = 6
+    kv_heads: int = 3
+    head_dim: int = 32
+    inner: int = 192
+
+
+class Scheme(ABC):
+    """One way to store a linear's weights. A file in this folder has one instance of it, called SCHEME."""
+
+    name: str
+    cases: Sequence[Case]
+
+    @abstractmethod
+    def matches(self, stored: Mapping[str, Stored]) -> bool:
+        """Whether these tensors (by the last component of their names, without `bias`) are a linear in this scheme."""
+
+    @abstractmethod
+    def shape(self, stored: Mapping[str, Stored]) -> tuple[int, ...]:
+        """(n_out, n_in), or (experts, n_out, n_in), as stored."""
+
+    @abstractmethod
+    def axes(self, stored: Mapping[str, Stored]) -> Layout:
+        """What lies along the axes of each tensor as `Checkpoint.read` gives it. May depend on what is stored."""
+
+    @abstractmethod
+    def unpack(self, tensors: Tensors, dtype: torch.dtype) -> Tensor:
+        """The weights, (..., n_out, n_in): this defines the scheme. Computed in float32, then rounded to `dtype`."""
+
+    @abstractmethod
+    def pack(self, weight: Tensor, kind: str) -> dict[str, Tensor]:
+        """Float weights (..., n_out, n_in) as stored tensors whose weights have kind `kind`."""
+
+    def prepare(self, tensors: Tensors, layout: Layout, dtype: torch.dtype, kernels: KernelTable) -> dict[str, Tensor]:
+        """What `apply` runs on: for the reference the unpacked weights; others repack for the kernel they find."""
+        return {"weight": self._unpack_in_steps(tensors, layout, dtype)}
+
+    def apply(self, x: Tensor, segments: Sequence[Segment], kernels: KernelTable) -> list[Tensor]:
+        """Outputs of neighbouring segments of this scheme: x (rows, n_in) -> (rows, n_out) each, in x.dtype."""
+        linear = kernels.get("linear")
+        dtype = weight_dtype(x.dtype, x.device)
+        return [
+            linear(x, s.tensors["weight"] if s.prepared else self._unpack_in_steps(s.tensors, s.layout, dtype), s.bias)
+            for s in segments
+        ]
+
+    def _unpack_in_steps(self, tensors: Tensors, layout: Layout, dtype: torch.dtype) -> Tensor:
+        """`unpack`, some rows at a time where the tensors can be cut between any two rows, to bound temporaries."""
+        rows = row_axes(layout)
+        if rows is None:
+            return self.unpack(tensors, dtype)
+        name, axis = next(iter(rows.items()))
+        n_out = tensors[name].shape[axis]
+        step = max(1, CHUNK // max(1, sum(t.numel() for t in tensors.values()) // max(1, n_out)))
+        if step >= n_out:
+            return self.unpack(tensors, dtype)
+        result: Tensor | None = None
+        for low in range(0, n_out, step):
+            part = {k: t.narrow(rows[k], low, min(step, n_out - low)) for k, t in tensors.items()}
+            piece = self.unpack(part, dtype)
+            if result is None:
+                result = piece.new_empty((n_out, *piece.shape[1:]))
+            result[low : low + piece.shape[0]] = piece
+        assert result is not None
+        return result
+
+
+def row_axes(layout: Layout) -> dict[str, int] | None:
+    """Per tensor the axis with one element per output, if each has one: such a linear can be read row by row."""
+    found = {}
+    for name, dims in layout.items():
+        axes = [axis for axis in dims if isinstance(axis, Axis)]
+        rows = [axis for axis in axes if axis.kind in (Kind.OUT, Kind.VOCAB) and axis.step == 1]
+        if not rows or any(axis.kind is Kind.EXPERT for axis in axes):
+            return None
+        found[name] = dims.index(rows[0])
+    return found
+
+
+def apply(x: Tensor, segments: Sequence[Segment], kernels: KernelTable) -> Tensor:
+    """A fused linear: x (rows, n_in) -> (rows, sum of n_out), each scheme called once per run of its segments."""
+    outputs: list[Tensor] = []
+    start = 0
+    for stop in range(1, len(segments) + 1):
+        if stop == len(segments) or segments[stop].scheme is not segments[start].scheme:
+            outputs += segments[start].scheme.apply(x, segments[start:stop], kernels)
+            start = stop
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)

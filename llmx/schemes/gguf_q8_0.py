@@ -1,0 +1,29 @@
+"""GGUF Q8_0: float16 scale d, then 32 signed bytes q; a weight is d * q."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from llmx.schemes.base import Case
+from llmx.schemes.blocks import BlockScheme, half_bytes, halves, inverse
+
+
+class Q8_0(BlockScheme):
+    name = "Q8_0"
+    kind = "Q8_0"
+    block_bytes = 34
+    cases = (Case("Q8_0", error=0.01),)
+
+    def unpack_blocks(self, blocks: Tensor) -> Tensor:
+        return blocks[:, 2:].view(torch.int8).float().mul_(halves(blocks, 0))
+
+    def pack_blocks(self, weights: Tensor) -> Tensor:
+        largest = weights.abs().amax(-1, keepdim=True)
+        scale = torch.div(largest, torch.full_like(largest, 127))
+        scaled = weights * inverse(scale)
+        q = scaled.sign() * (scaled.abs() + 0.5).floor()  # halves away from zero, as ggml rounds
+        return torch.cat([half_bytes(scale), q.to(torch.int8).view(torch.uint8)], -1)
+
+
+SCHEME = Q8_0()
