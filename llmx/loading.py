@@ -290,7 +290,7 @@ class CheckpointWeights(_Loader):
 
 
 class RandomWeights(_Loader):
-    """The same interface over numbers that follow from (seed, name, row, column): about normal, of deviation `std`.
+    """The same interface over numbers that follow from (seed, name, row, column), about normal of deviation `std`.
 
     Equal on every device and, each rank its part, for every number of ranks. Vectors have mean 1, as norms want, weights
     mean 0. They count as stored in `dtype`.

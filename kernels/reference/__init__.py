@@ -1,3 +1,3 @@
 """The torch version of each op: it defines the op, and works on whatever device its tensors are."""
 
-KERNELS: dict[str, str] = {"philox_uniform": "random:philox_uniform"}
+KERNELS: dict[str, str] = {"linear": "linear:linear", "philox_uniform": "random:philox_uniform"}
