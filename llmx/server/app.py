@@ -1,0 +1,74 @@
+"""The application: routes, and nothing that a handler does."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fastapi import FastAPI, Request
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
+from starlette.responses import JSONResponse, Response
+
+from llmx import __version__
+from llmx.errors import LlmxError
+from llmx.server.chat import ChatRequest, chat
+from llmx.server.completions import CompletionRequest, completions
+from llmx.server.errors import install
+from llmx.server.service import Service
+from llmx.server.settings import ServerSettings
+
+if TYPE_CHECKING:
+    from llmx.llm import LLM
+
+
+def build_app(llm: LLM, settings: ServerSettings) -> FastAPI:
+    """OpenAI's API over `llm`. The shared state is `app.state.service`. The documentation pages load scripts from the
+    net, so only /openapi.json is served.
+    """
+    service = Service(llm, settings)
+    app = FastAPI(title="llmx", version=__version__, docs_url=None, redoc_url=None)
+    app.state.service = service
+    install(app)
+
+    @app.post("/v1/chat/completions", openapi_extra=_takes(ChatRequest))
+    async def chat_completions_route(request: Request) -> Response:
+        return await chat(service, request)
+
+    @app.post("/v1/completions", openapi_extra=_takes(CompletionRequest))
+    async def completions_route(request: Request) -> Response:
+        return await completions(service, request)
+
+    @app.get("/v1/models")
+    async def models_route() -> Response:
+        return JSONResponse({"object": "list", "data": [service.card(name) for name in service.public]})
+
+    @app.get("/v1/models/{name:path}")
+    async def model_route(name: str) -> Response:
+        service.check_model(name)
+        return JSONResponse(service.card(name))
+
+    @app.get("/health")
+    async def health_route() -> Response:
+        if reason := service.failed:
+            raise LlmxError(reason)
+        return JSONResponse({"status": "ok"})
+
+    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
+    return app
+
+
+def _takes(model: type[BaseModel]) -> dict[str, Any]:
+    """The description of a route whose body is read by `parsing.read`."""
+    schema = {"$ref": f"#/components/schemas/{model.__name__}"}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def _openapi(app: FastAPI) -> dict[str, Any]:
+    """The API's description, with the request models that FastAPI can't see because we parse them ourselves."""
+    document = get_openapi(title=app.title, version=app.version, routes=app.routes)
+    schemas = document.setdefault("components", {}).setdefault("schemas", {})
+    for model in (ChatRequest, CompletionRequest):
+        schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
+        schemas |= schema.pop("$defs", {})
+        schemas[model.__name__] = schema
+    return document

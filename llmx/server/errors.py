@@ -1,0 +1,64 @@
+"""OpenAI's error object, for every answer that isn't a success: `{"error": {message, type, param, code}}`."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+
+from llmx.errors import LlmxError, RequestError, UsageError
+
+log = logging.getLogger("llmx.server")
+
+INTERNAL = "Something went wrong inside the server; its log says what."
+LONGEST = 1000  # characters of an error's message: it may quote a number or a name, never a whole request
+TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+
+
+def error_object(message: str, status: int, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """OpenAI's error object: all four fields are there, `param` and `code` may be null."""
+    kind = TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    short = message if len(message) <= LONGEST else message[: LONGEST - 1] + "…"
+    return {"error": {"message": short, "type": kind, "param": param, "code": code}}
+
+
+def describe(error: Exception) -> tuple[int, dict[str, Any]]:
+    """HTTP status and error object of what a handler raised. What isn't an `LlmxError` is a bug: its text stays in."""
+    if not isinstance(error, LlmxError):
+        return 500, error_object(INTERNAL, 500, code="internal_error")
+    message = f"{error.message} {error.hint}" if error.hint else error.message
+    if isinstance(error, RequestError):
+        return error.status, error_object(message, error.status, error.param, error.code)
+    if isinstance(error, UsageError):
+        return 400, error_object(message, 400)
+    return 503, error_object(message, 503, code="engine_failed")
+
+
+def install(app: FastAPI) -> None:
+    """Makes the application answer every failure with the error object, unknown routes and methods included."""
+
+    async def known(request: Request, error: Exception) -> Response:
+        status, body = describe(error)
+        return JSONResponse(body, status)
+
+    async def http(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        message, code = str(error.detail), None
+        if error.status_code == 404:
+            message, code = "There is no such route; GET /openapi.json lists them.", "not_found"
+        elif error.status_code == 405:
+            message, code = f"This route does not take {request.method}.", "method_not_allowed"
+        return JSONResponse(error_object(message, error.status_code, code=code), error.status_code, error.headers)
+
+    async def gone(request: Request, error: Exception) -> Response:
+        return Response(status_code=499)  # nobody reads it
+
+    app.add_exception_handler(LlmxError, known)
+    app.add_exception_handler(HTTPException, http)
+    app.add_exception_handler(ClientDisconnect, gone)
+    app.add_exception_handler(Exception, known)  # Starlette raises it again afterwards, for the log

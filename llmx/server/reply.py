@@ -1,0 +1,166 @@
+"""From a generation to an answer: one JSON object, or server-sent events. The endpoints give the shapes."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from fastapi.responses import JSONResponse
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from llmx.core import Delta, Logprob
+from llmx.server.errors import describe
+from llmx.server.generation import ClientGone, Generation, unless_gone
+
+log = logging.getLogger("llmx.server")
+DONE = b"data: [DONE]\n\n"
+
+
+def event(data: Mapping[str, Any]) -> bytes:
+    """One server-sent event. JSON has no raw line breaks, so one `data:` line does."""
+    return b"data: %s\n\n" % json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+
+
+@dataclass
+class Choice:
+    """What one choice has so far."""
+
+    texts: list[str] = field(default_factory=list)
+    logprobs: list[Logprob] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    def add(self, delta: Delta) -> None:
+        self.texts.append(delta.text)
+        self.logprobs.extend(delta.logprobs or ())
+        self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+
+class Reply(ABC):
+    """An endpoint's answer. `id`, `created` and `model` are fixed here, so that all chunks carry the same."""
+
+    object: ClassVar[str]
+    chunk_object: ClassVar[str]
+
+    def __init__(
+        self, generation: Generation, model: str, *, include_usage: bool = False, usage_so_far: bool = False
+    ) -> None:
+        self.generation = generation
+        self.include_usage = include_usage
+        self.usage_so_far = usage_so_far
+        self.head = {"id": generation.id, "created": int(time.time()), "model": model}
+
+    @abstractmethod
+    def whole(self, index: int, choice: Choice) -> dict[str, Any]:
+        """A finished choice of a plain answer."""
+
+    @abstractmethod
+    def opening(self, index: int) -> dict[str, Any] | None:
+        """The choice that a stream sends ahead of the first text of choice `index`."""
+
+    @abstractmethod
+    def piece(self, index: int, delta: Delta) -> dict[str, Any]:
+        """The choice that a stream sends for `delta`."""
+
+    def deltas(self) -> AsyncGenerator[tuple[int, Delta], None]:
+        """(choice, delta), as the endpoint wants to see them."""
+        return self.generation.deltas()
+
+    def extra(self) -> dict[str, Any]:
+        """Fields beside `choices` in a plain answer."""
+        return {}
+
+    async def complete(self) -> dict[str, Any]:
+        """The plain answer, once everything has finished. Raises LlmxError."""
+        count = len(self.generation.streams) * self.generation.n
+        choices = [Choice() for _ in range(count)]
+        async with aclosing(self.deltas()) as deltas:
+            async for index, delta in deltas:
+                choices[index].add(delta)
+        shapes = [self.whole(index, choice) for index, choice in enumerate(choices)]
+        return self._object(self.object, shapes) | {"usage": self.generation.usage()} | self.extra()
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """The answer as server-sent events. A failure becomes an event too: the status line has long been sent."""
+        try:
+            async with aclosing(self._chunks()) as chunks:
+                async for chunk in chunks:
+                    yield event(chunk)
+        except Exception as error:
+            status, shape = describe(error)
+            if status == 500:
+                log.exception("A stream failed.")
+            yield event(shape)
+        yield DONE
+
+    async def _chunks(self) -> AsyncGenerator[dict[str, Any], None]:
+        seen: set[int] = set()
+        async with aclosing(self.deltas()) as deltas:
+            async for index, delta in deltas:
+                if index not in seen:
+                    seen.add(index)
+                    if first := self.opening(index):
+                        yield self._chunk(first)
+                if delta.text or delta.logprobs or delta.finish_reason or self.usage_so_far:
+                    yield self._chunk(self.piece(index, delta))
+        if self.include_usage:
+            yield self._object(self.chunk_object, []) | {"usage": self.generation.usage()}
+
+    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
+        chunk = self._object(self.chunk_object, [choice])
+        if self.usage_so_far:
+            chunk["usage"] = self.generation.usage()
+        elif self.include_usage:
+            chunk["usage"] = None
+        return chunk
+
+    def _object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {**self.head, "object": kind, "choices": choices}
+
+
+class EventStream(Response):
+    """Sends a reply's events. Aborts the generation when the client goes, and when anything else ends the sending."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, reply: Reply) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self.reply = reply
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self.reply.generation:
+            try:
+                await unless_gone(receive, self._send(send))
+            except (ClientGone, OSError):
+                log.debug("The client left a stream.")
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async with aclosing(self.reply.events()) as events:
+            async for data in events:
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def respond(request: Request, reply: Reply, stream: bool) -> Response:
+    """The HTTP response for a reply, streamed or whole. Raises LlmxError where a plain one fails."""
+    if stream:
+        return EventStream(reply)
+    with reply.generation:
+        try:
+            return JSONResponse(await unless_gone(request.receive, reply.complete()))
+        except ClientGone:
+            return Response(status_code=499)
