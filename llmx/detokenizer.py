@@ -12,8 +12,8 @@ from llmx.tokenizer import Tokenizer
 class StopStrings:
     """Finds stop strings in a text that is read character by character (Aho and Corasick, CACM 18, 1975).
 
-    A state is the longest end of the text so far that begins some stop string. The work per character does not depend on
-    how many stop strings there are.
+    A state is the longest end of the text so far that begins some stop string. The work per character does not depend
+    on how many stop strings there are.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -61,17 +61,18 @@ class Detokenizer:
             if d.stopped is not None: break     # a stop string; d.used tokens count, the rest is to be dropped
         show(d.finish())
 
-    Stop strings are searched for in the text as if it were produced character by character: the one that is complete first
-    ends it; if several are complete at the same character, the longest. The text is cut before it, or after it with
-    `include_stop_str_in_output`. A stop string counts only if a token after the first `min_tokens` completes it (as in
-    vLLM); it may begin before. What `push` returns never ends inside a character or with the beginning of a stop string.
+    Stop strings are searched for in the text as if it were produced character by character: the one that is complete
+    first ends it; if several are complete at the same character, the longest (it begins earliest). The text is cut
+    before it, or after it with `include_stop_str_in_output`. A stop string counts only if a token after the first
+    `min_tokens` completes it (as in vLLM); it may begin before. What `push` returns never ends inside a character, nor
+    with what may be the beginning of a stop string.
 
-    A token that ends the text (`stop_token_ids` and, unless `ignore_eos`, the tokenizer's `eos_ids`) adds no text of its own,
-    except one of `stop_token_ids` with `include_stop_str_in_output`.
+    A token that ends the text (`stop_token_ids` and, unless `ignore_eos`, the tokenizer's `eos_ids`, after the first
+    `min_tokens`) adds no text, except one of `stop_token_ids` with `include_stop_str_in_output`, decoded as any other.
 
-    stopped: the stop string that ended the text. ended: whether a stop string or an end token did; then further pushes are
-    ignored. used: tokens that count (usage), up to and including the one that completed the stop string. completed: of
-    those, how many have their whole text shown. text: all text returned so far.
+    stopped: the stop string that ended the text. ended: whether a stop string or an end token did; further pushes are
+    then ignored. used: tokens that count (usage), up to and including the one that completed the stop string.
+    completed: of those, how many have their whole text shown, or cut off by a stop string. text: all returned so far.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], params: SamplingParams) -> None:

@@ -130,7 +130,7 @@ def _template(folder: Path, config: Mapping[str, Any], specials: Mapping[str, st
             named[name] = _read_text(file)
     if not named:
         return None
-    return ChatTemplate(named.pop("default", None) or next(iter(named.values())), specials, named=named)
+    return ChatTemplate(named["default"] if "default" in named else next(iter(named.values())), specials, named=named)
 
 
 def _read_text(file: Path) -> str:

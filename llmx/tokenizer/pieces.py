@@ -24,9 +24,9 @@ BYTE_ALPHABET = _byte_alphabet()
 class Spelling:
     """How token strings spell text: the decoder of a `tokenizer.json`, as data.
 
-    byte_level: each character is a byte of `BYTE_ALPHABET`. replace: (what stands in the token, what it means), in order.
-    byte_fallback: `<0xE2>` is that byte. strip, strip_most: a character of which the whole text loses that many at its
-    beginning. first_loses: a character that the text's first token loses wherever it has it (the `Metaspace` decoder).
+    byte_level: each character is a byte of `BYTE_ALPHABET`. replace: (what stands in the token, what it means), in
+    order. byte_fallback: `<0xE2>` is that byte. strip, strip_most: a character, and how many of it the whole text loses
+    at its beginning. first_loses: a character that the first token loses wherever it is (the `Metaspace` decoder).
     """
 
     byte_level: bool = False
@@ -129,8 +129,8 @@ class Stream:
 
     Text is given out as soon as its characters are complete; bytes that no later token can complete become U+FFFD, one
     for each maximal part of a sequence (as Unicode recommends and Python does). With `prompt_ids` the text continues
-    theirs: a leading space that only the beginning of a text loses is kept, and a character that they begin is completed.
-    The work per token does not grow with the text.
+    theirs: a space that only the beginning of a text loses is kept, and a character that they begin is completed. The
+    work per token does not grow with the text.
     """
 
     def __init__(self, pieces: Pieces, prompt_ids: Sequence[int] = (), skip: frozenset[int] = frozenset()) -> None:

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 class Tokenizer:
     """Text <-> token ids.
 
-    vocab_size: one more than the highest id (a model's logits may have more, padded, rows). bos_id: the token that begins
-    a text, if any; add_bos: whether prompts get it. eos_ids: tokens that end a text. special_ids: control tokens, which
-    `decode` leaves out by default. template: the model's chat template, if it has one.
+    vocab_size: one more than the highest id (a model's logits may have more, padded, rows). bos_id: the token that
+    begins a text, if any; add_bos: whether prompts get it. eos_ids: tokens that end a text. special_ids: control
+    tokens, which `decode` leaves out by default. template: the model's chat template, if it has one.
 
     Encoding may be called from several threads at once.
     """
@@ -103,7 +103,7 @@ class Tokenizer:
         return self._pieces[token_id]
 
     def token(self, token_id: int) -> str:
-        """A token in print, as OpenAI's API does: its text, or `bytes:\\xe2\\x82` if it ends or begins inside a character."""
+        """A token in print, as OpenAI's API has it: its text, or `bytes:\\xe2\\x82` for a part of a character."""
         piece = self._pieces[token_id]
         try:
             return piece.decode()
@@ -115,4 +115,4 @@ def _not_text(text: object) -> str:
     if not isinstance(text, str):
         return f"A prompt must be a text, not {type(text).__name__}."
     at = next((n for n, character in enumerate(text) if "\ud800" <= character <= "\udfff"), 0)
-    return f"The text has half of a surrogate pair (U+{ord(text[at]):04X}) at character {at}, so it is not Unicode text."
+    return f"The text has half of a surrogate pair (U+{ord(text[at]):04X}) at character {at}: it is no Unicode text."

@@ -1,45 +1,33 @@
-"""Chat templates: Jinja2 as transformers renders it, in a sandbox with bounds on time and size, for templates from files too."""
+"""Chat templates: Jinja2 as transformers renders it, in a sandbox, with bounds on time and size.
+
+Templates come from model files, never from requests. The bounds stop runaway loops and the usual ways to make huge
+texts; a template built to burn time inside a single operation of Python's could still do so.
+"""
 
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from functools import cached_property
 from typing import Any
 
 import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
-from jinja2.utils import Namespace
+from jinja2.exceptions import SecurityError
 
 from llmx.errors import RequestError, UsageError
+from llmx.templates.sandbox import METER, Environment, Meter, Refusal, TooMuch
 
 MAX_SOURCE = 1 << 20  # characters of a template
-MAX_OUTPUT = 8 << 20  # characters of what it renders, and of any text or list on the way
-MAX_SECONDS = 2.0  # of processor time for one rendering
-MAX_RANGE = 100_000
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
 _CONTINUED = "CONTINUE_FINAL_MESSAGE_TAG "  # stands at the end of the message that is continued; cut off again
-
-
-class TemplateRefusal(jinja2.TemplateError):
-    """The template itself called `raise_exception`: it does not take these messages."""
-
-
-class TooMuch(jinja2.TemplateError):
-    """A bound on time or size was reached."""
 
 
 class ChatTemplate:
     """A model's chat template.
 
-    source: Jinja2. specials: `bos_token`, `eos_token` and the like, as the template names them. named: further templates;
-    `tool_use` is taken when there are tools. The source is compiled when it is first used, so a model with a broken template
-    can still complete plain prompts; `check()` compiles it now.
+    source: Jinja2. specials: `bos_token`, `eos_token` and the like, as the template names them. named: further
+    templates; `tool_use` is taken when there are tools. The source is compiled when it is first used, so a model with a
+    broken template can still complete plain prompts; `check()` compiles it now.
     """
 
     def __init__(self, source: str, specials: Mapping[str, str], *, named: Mapping[str, str] | None = None) -> None:
@@ -57,7 +45,7 @@ class ChatTemplate:
             size = f"{len(self.source)} characters" if isinstance(self.source, str) else type(self.source).__name__
             raise UsageError(f"The model's chat template ({size}) must be a text of at most {MAX_SOURCE} characters.")
         try:
-            return _Environment().from_string(self.source)
+            return Environment().from_string(self.source)
         except jinja2.TemplateSyntaxError as error:
             raise UsageError(f"The model's chat template is broken in line {error.lineno}: {error.message}") from None
         except (jinja2.TemplateError, RecursionError, SyntaxError, ValueError, OverflowError) as error:
@@ -66,44 +54,44 @@ class ChatTemplate:
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
-        add_generation_prompt: bool = True,
+        add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         **kwargs: Any,
     ) -> str:
         """The prompt for a conversation, special tokens (also BOS, where the template has it) written out.
 
-        messages: `{"role": ..., "content": ...}`; a content given as a list of `{"type": "text", "text": ...}` is joined
-        without anything in between; keys that are None are left out, and a tool call's `arguments` are parsed, both as
-        transformers and vLLM do. continue_final_message: the last message is left open, to be continued. kwargs reach the
-        template as variables. RequestError for messages the template does not take, UsageError for a broken template.
+        messages: `{"role": ..., "content": ...}`. A content that is a list of `{"type": "text", "text": ...}` is joined
+        with nothing in between; keys that are None are left out, and a tool call's `arguments` are parsed, both as
+        transformers and vLLM do. add_generation_prompt: begin the assistant's answer (None: unless the final message is
+        continued). continue_final_message: leave the last message open. kwargs reach the template as variables.
+        RequestError for messages that the template does not take, UsageError for a broken template.
         """
         if continue_final_message and add_generation_prompt:
-            raise RequestError(
-                "continue_final_message and add_generation_prompt exclude each other.", param="continue_final_message"
-            )
+            both = "continue_final_message and add_generation_prompt exclude each other."
+            raise RequestError(both, param="continue_final_message")
+        begin = not continue_final_message if add_generation_prompt is None else add_generation_prompt
         if tools and "tool_use" in self.named:
-            return self.named["tool_use"].render(
-                messages, add_generation_prompt, continue_final_message, tools, **kwargs
-            )
-        if taken := sorted(RESERVED.intersection(kwargs) | set(self._compiled.environment.globals).intersection(kwargs)):
+            return self.named["tool_use"].render(messages, begin, continue_final_message, tools, **kwargs)
+        taken = sorted((RESERVED | set(self._compiled.environment.globals)).intersection(kwargs))
+        if taken:
             raise RequestError(f"A chat template variable may not be named {taken[0]}.", param="chat_template_kwargs")
         chat = [_plain_message(message, n) for n, message in enumerate(_listed(messages))]
         final = _open_final(chat) if continue_final_message else ""
         values = {**self.specials, **_plain(kwargs), "tools": _plain(tools) or None, "documents": None}
-        text = self._run({**values, "messages": chat, "add_generation_prompt": add_generation_prompt})
+        text = self._run({**values, "messages": chat, "add_generation_prompt": begin})
         return _cut_final(text, final) if continue_final_message else text
 
     def _run(self, values: dict[str, Any]) -> str:
         template = self._compiled
-        meter = _Meter()
+        meter = Meter()
         parts, size = [], 0
         try:
-            for part in template.generate({**values, _METER: meter}):
+            for part in template.generate({**values, METER: meter}):
                 parts.append(part)
                 size += len(part)
-                meter.measure(size)
-        except TemplateRefusal as error:
+                meter.output(size)
+        except Refusal as error:
             raise RequestError(f"The chat template refuses these messages: {_short(error)}", param="messages") from None
         except TooMuch as error:
             raise RequestError(f"The chat template does not finish: {_short(error)}.", param="messages") from None
@@ -151,7 +139,8 @@ def _content(content: Any, where: str) -> str:
     for part in content:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            raise RequestError(f"{where}.content has a part of type {str(kind)[:40]!r}; only text is taken.", param="messages")
+            what = f"{where}.content has a part of type {str(kind)[:40]!r}; only text is taken."
+            raise RequestError(what, param="messages")
         texts.append(part["text"])
     return "".join(texts)
 
@@ -200,93 +189,3 @@ def _cut_final(text: str, final: str) -> str:
             param="continue_final_message",
         )
     return text[:at] if text.startswith(_CONTINUED, at) else text[:at].rstrip()
-
-
-# ---- the sandbox ------------------------------------------------------------------------------------------
-
-_METER = "_meter"  # the rendering's meter among the template's variables; templates can't name or change it
-
-
-class _Meter:
-    """The bounds of one rendering, looked at in every turn of a loop and at every call."""
-
-    def __init__(self) -> None:
-        self.deadline = time.thread_time() + MAX_SECONDS
-        self.ticks = 0
-
-    def tick(self) -> None:
-        self.ticks += 1
-        if self.ticks % 64 == 0 and time.thread_time() > self.deadline:
-            raise TooMuch(f"it took over {MAX_SECONDS:g} s")
-
-    def measure(self, size: int) -> None:
-        self.tick()
-        if size > MAX_OUTPUT:
-            raise TooMuch(f"it makes over {MAX_OUTPUT} characters")
-
-
-class _Environment(ImmutableSandboxedEnvironment):
-    """What transformers renders chat templates with, and bounds."""
-
-    intercepted_binops = frozenset({"*", "**", "%", "+"})
-
-    def __init__(self) -> None:
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
-        self.filters["tojson"] = _tojson
-        self.globals = {
-            "raise_exception": _raise_exception,
-            "strftime_now": lambda format: datetime.now().strftime(format),
-            "range": _range,
-            "dict": lambda *args, **kwargs: dict(*args, **kwargs),
-            "namespace": _Namespace,
-            "cycler": jinja2.utils.Cycler,
-            "joiner": jinja2.utils.Joiner,
-        }
-
-
-def _tojson(
-    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
-) -> str:
-    """JSON as it is: Jinja2's own filter escapes for HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise_exception(message: Any) -> None:
-    raise TemplateRefusal(str(message))
-
-
-def _range(*bounds: int) -> range:
-    numbers = range(*bounds)
-    if len(numbers) > MAX_RANGE:
-        raise TooMuch(f"it counts over {MAX_RANGE} numbers")
-    return numbers
-
-
-class _Namespace(Namespace):
-    """Refuses names that begin with an underscore: they lead to Python's internals."""
-
-    def __init__(*args: Any, **kwargs: Any) -> None:
-        self, args = args[0], args[1:]
-        values = dict(*args, **kwargs)
-        for name in values:
-            _check_name(name)
-        Namespace.__init__(self, values)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        _check_name(name)
-        super().__setitem__(name, value)
-
-
-def _check_name(name: Any) -> None:
-    if isinstance(name, str) and name.startswith("_"):
-        raise SecurityError(f"it sets {name!r} in a namespace")
-
-
-class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks what the model wrote, for training; it renders as what is inside."""
-
-    tags = {"generation"}
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
