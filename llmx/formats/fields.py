@@ -139,12 +139,16 @@ class Fields:
         value = self.data.get(key)
         if value is None:
             if default is REQUIRED:
-                raise UsageError(f"{self.where}: {self.prefix}{key} is missing; it must be {wanted}.")
+                raise UsageError(f"{self._path(key)} is missing; it must be {wanted}.")
             return default
         converted = convert(value)
         if converted is None:
-            raise UsageError(f"{self.where}: {self.prefix}{key} must be {wanted}, not {shown(value)}.")
+            raise UsageError(f"{self._path(key)} must be {wanted}, not {shown(value)}.")
         return converted
+
+    def _path(self, key: str) -> str:
+        path = self.prefix + key  # parts of it may be the file's own words: no control characters, no endless line
+        return f"{self.where}: {path if path.isprintable() and len(path) <= 160 else shown(path)}"
 
 
 def _range(low: float | None, high: float | None) -> str:

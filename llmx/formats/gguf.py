@@ -59,9 +59,9 @@ SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "
 BOOL, STRING, ARRAY = 7, 8, 9
 TENSOR_BYTES, PAIR_BYTES = 24, 13  # the least that an entry of each table takes
 MAX_ELEMENTS = 2**22  # of all metadata arrays together: the largest vocabularies need about a third
-MAX_TENSORS = 2**16
+MAX_TENSORS = MAX_PAIRS = 2**16
 MAX_DIMS = 4
-MAX_NAME = 2**16  # bytes
+MAX_NAME, MAX_TEXT = 2**16, 2**24  # bytes
 
 
 class Gguf(MappedCheckpoint):
@@ -119,9 +119,9 @@ class _Cursor:
         (value,) = struct.unpack_from("<" + code, self.data, self.need(struct.calcsize("<" + code), what))
         return value
 
-    def text(self, what: str, limit: int | None = None) -> str:
+    def text(self, what: str, limit: int) -> str:
         length = self.number("Q", f"the length of {what}")
-        if limit is not None and length > limit:
+        if length > limit:
             raise self.error(f"{what} has {length:,} bytes; at most {limit:,} are allowed")
         start = self.need(length, what)
         try:
@@ -141,11 +141,14 @@ def _read_header(cursor: _Cursor) -> tuple[int, int]:
     if version not in (2, 3):
         raise cursor.error(f"this is GGUF version {version}, and llmx reads versions 2 and 3")
     tensors, pairs = cursor.number("Q", "the tensor count"), cursor.number("Q", "the metadata count")
-    for count, what, least in ((tensors, "tensors", TENSOR_BYTES), (pairs, "metadata pairs", PAIR_BYTES)):
+    for count, what, least, most in (
+        (tensors, "tensors", TENSOR_BYTES, MAX_TENSORS),
+        (pairs, "metadata pairs", PAIR_BYTES, MAX_PAIRS),
+    ):
         if count * least > cursor.left:
             raise cursor.short(f"it says that it holds {count:,} {what}")
-    if tensors > MAX_TENSORS:
-        raise cursor.error(f"it holds {tensors:,} tensors, and llmx reads at most {MAX_TENSORS:,}")
+        if count > most:
+            raise cursor.error(f"it holds {count:,} {what}, and llmx reads at most {most:,}")
     return tensors, pairs
 
 
@@ -164,7 +167,7 @@ def _read_metadata(cursor: _Cursor, pairs: int) -> dict[str, Any]:
 
 def _read_value(cursor: _Cursor, code: int, what: str) -> Any:
     if code == STRING:
-        return cursor.text(what)
+        return cursor.text(what, MAX_TEXT)
     if code != ARRAY:
         return _scalars(cursor, code, 1, what)[0]
     code, count = cursor.number("I", f"the type of {what}"), cursor.number("Q", f"the length of {what}")

@@ -12,7 +12,7 @@ from llmx.errors import UsageError
 from llmx.formats.checkpoint import PLAIN, MappedCheckpoint, MappedFile, Region, Stored, by
 from llmx.formats.fields import Fields, load_json, parse_json, shown
 
-HEADER_LIMIT = 32 * 2**20  # bytes; a quarter of a million tensors in one file
+HEADER_LIMIT = 16 * 2**20  # bytes: about 120,000 tensors in one file
 MAX_DIMS = 8
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
