@@ -1,3 +1,12 @@
 """The torch version of each op: it defines the op, and works on whatever device its tensors are."""
 
-KERNELS: dict[str, str] = {"linear": "linear:linear", "philox_uniform": "random:philox_uniform"}
+KERNELS: dict[str, str] = {
+    "add_rms_norm": "norm:add_rms_norm",
+    "attention": "attention:attention",
+    "linear": "linear:linear",
+    "philox_uniform": "random:philox_uniform",
+    "plan_attention": "attention:plan_attention",
+    "rms_norm": "norm:rms_norm",
+    "rope_and_write": "rope:rope_and_write",
+    "silu_mul": "activation:silu_mul",
+}

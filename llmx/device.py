@@ -1,0 +1,80 @@
+"""What this machine offers: device, threads, memory. No torch until a device is asked for."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from llmx.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+CGROUP = Path("/sys/fs/cgroup")
+
+
+def resolve_device(name: str) -> torch.device:
+    """"auto" is the first CUDA device if there is one, else the CPU. UsageError for a CUDA device that isn't there."""
+    import torch
+
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name.startswith("cuda"):
+        if not torch.cuda.is_available():
+            raise UsageError(
+                f"--device {name}: torch {torch.__version__} sees no CUDA device.",
+                hint="use --device cpu, or install a CUDA build of torch and check nvidia-smi",
+            )
+        index = name.partition(":")[2] or "0"
+        if not index.isdigit() or int(index) >= torch.cuda.device_count():
+            raise UsageError(f"--device {name}: there are {torch.cuda.device_count()} CUDA devices, counted from 0.")
+        return torch.device("cuda", int(index))
+    return torch.device(name)
+
+
+def thread_count() -> int:
+    """Threads worth starting: the processors of this process's affinity, within its cgroup's quota."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = (CGROUP / "cpu.max").read_text().split()
+        if quota != "max":
+            cores = min(cores, max(1, -(-int(quota) // int(period))))
+    except (OSError, ValueError):
+        pass
+    return cores
+
+
+def available_memory(device: torch.device) -> int:
+    """Bytes that can be taken now: free on a CUDA device; on the CPU what the kernel says, within the cgroup's limit."""
+    if device.type == "cuda":
+        import torch
+
+        return int(torch.cuda.mem_get_info(device)[0])
+    found = _meminfo("MemAvailable") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        limit = (CGROUP / "memory.max").read_text().strip()
+        if limit != "max":
+            found = min(found, max(0, int(limit) - int((CGROUP / "memory.current").read_text())))
+    except (OSError, ValueError):
+        pass
+    return found
+
+
+def total_memory(device: torch.device) -> int:
+    """Bytes of the device, or of the machine."""
+    if device.type == "cuda":
+        import torch
+
+        return int(torch.cuda.mem_get_info(device)[1])
+    return _meminfo("MemTotal") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _meminfo(key: str) -> int:
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith(f"{key}:"):
+                return int(line.split()[1]) * 1024
+    except (OSError, ValueError):
+        pass
+    return 0

@@ -1,0 +1,172 @@
+"""The step, and the parts it goes through: launch, decide, land; in sequence or overlapped."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmx.batch import Batch, Drafts, Tips, build, tips_of
+from llmx.cache.blocks import BlockManager, GroupShape
+from llmx.cache.pools import Cache, windows_of
+from llmx.core import Landed, Logprob, Request, Row, Sequence
+from llmx.errors import UsageError
+from llmx.sampler import Draws, draw
+from llmx.scheduler import Limits, Scheduler
+from llmx.speculative.base import Drafter, Lent, NoDrafter
+from llmx.speculative.verify import Verdict, emit, points, verify
+
+PROMPT_ROWS = 256  # prompt positions whose logits are held at once
+
+
+@dataclass(frozen=True)
+class Launched:
+    """The forward of one step, and what went into it."""
+
+    rows: list[Row]
+    drafts: Drafts
+    batch: Batch
+    hidden: Tensor
+    taps: Tensor
+
+
+@dataclass(frozen=True)
+class Decided:
+    """What the step draws and keeps, still on the device."""
+
+    rows: list[Row]
+    drafts: Drafts
+    draws: Draws
+    verdict: Verdict
+    prompts: list[dict[int, Logprob]]
+
+
+class Engine:
+    """A model, its cache and its scheduler. `blocks`: per KV group, block 0 included, in the order of `windows_of`."""
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        drafter: Drafter | None = None,
+        limits: Limits,
+        blocks: SequenceOf[int],
+        size: int,
+        kv_dtype: torch.dtype,
+        device: torch.device,
+        prefix_caching: bool = True,
+        poison: bool = False,
+    ) -> None:
+        drafter = drafter or NoDrafter()
+        needs, specs = drafter.needs, model.config.specs()
+        every = [*specs, *needs.layers]
+        windows, depth = windows_of(every), needs.tokens if needs.depth is None else needs.depth
+        if narrow := [w for w in windows if w is not None and w <= depth]:
+            raise UsageError(f"Drafts {depth} tokens deep don't fit a sliding window of {narrow[0]}.")
+        limits = replace(
+            limits, draft_tokens=needs.tokens, draft_slots=needs.slots, host_drafter=needs.host
+        )
+        groups = [GroupShape(window, count) for window, count in zip(windows, blocks, strict=True)]
+        self.model, self.drafter, self.device = model, drafter, device
+        self.scheduler = Scheduler(limits, BlockManager(size, groups, prefix_caching=prefix_caching))
+        tap_dim = len(needs.taps) * model.config.hidden
+        self.cache = Cache(
+            every, len(specs), blocks, size, tap_dim=tap_dim, dtype=kv_dtype, device=device, poison=poison
+        )
+        self.lent = Lent(model, self.cache, model.kernels)
+        self.flight: Decided | None = None
+        self.computed_last = 0  # tokens of the last step that was launched
+
+    @torch.inference_mode()
+    def step(self) -> list[Landed] | None:
+        """One step, or with overlap the launch of one and the landing of the one before. None: there was nothing to do."""
+        if self.scheduler.limits.overlap:
+            return self._overlapped()
+        launched = self.launch()
+        return None if launched is None else self.land(self.decide(launched))
+
+    def _overlapped(self) -> list[Landed] | None:
+        launched, before = self.launch(self.flight), self.flight
+        landed = self.land(before) if before else []
+        self.flight = self.decide(launched) if launched else None
+        return landed if launched or before else None
+
+    def launch(self, before: Decided | None = None) -> Launched | None:
+        """Counts and blocks on the host, the rest tensors: nothing here waits for the tokens of the step before."""
+        rows, copies = self.scheduler.schedule()
+        if not rows:
+            return None
+        self.cache.copy(copies)
+        tips = follow(tips_of(rows, self.cache.size, self.device), before)
+        drafts = self.drafter.propose(tips, self.lent)
+        batch = build(tips, drafts)
+        self.computed_last = len(batch.tokens)
+        hidden, taps = self.model.forward(batch, self.cache, taps=self.drafter.needs.taps)
+        return Launched(rows, drafts, batch, hidden, taps)
+
+    def decide(self, step: Launched) -> Decided:
+        """Drafter first (it reads the taps of the step before), then KV and taps: so hashes come after both."""
+        rows, drafts, batch = step.rows, step.drafts, step.batch
+        logits = self.model.head(step.hidden[batch.sample])
+        draws = draw(logits, points(rows, drafts, batch), self.model.kernels) if len(batch.sample) else _none(logits)
+        verdict = verify(drafts, batch, draws)
+        self.drafter.observe(drafts, batch, verdict.kept, step.taps, self.lent)
+        self.cache.settle(batch, verdict.kept, step.taps)
+        return Decided(rows, drafts, draws, verdict, score_prompts(self.model, rows, batch, step.hidden))
+
+    def land(self, step: Decided) -> list[Landed]:
+        """The one trip to the host."""
+        return self.scheduler.commit(step.rows, emit(step.rows, step.drafts, step.verdict, step.draws, step.prompts))
+
+    def run(self, requests: SequenceOf[Request]) -> list[Sequence]:
+        """All of them to their end, and the pool whole again."""
+        sequences = [s for r in requests for s in self.scheduler.add(r)]
+        while any(s.finish is None for s in sequences) or self.flight:
+            if self.step() is None:
+                raise RuntimeError("the scheduler stands still")
+        return sequences
+
+
+def _none(logits: Tensor) -> Draws:
+    return Draws(torch.zeros(0, dtype=torch.long, device=logits.device))
+
+
+def follow(tips: Tips, before: Decided | None) -> Tips:
+    """Rows behind a flying one start where that one ends, with the token that it drew."""
+    if before is None or not (late := [i for i, r in enumerate(tips.rows) if r.after]):
+        return tips
+    place = {id(row): i for i, row in enumerate(before.rows)}
+    came = [place[id(tips.rows[i].after)] for i in late]
+    at, source = torch.tensor([late, came], device=tips.device)
+    start = tips.start.index_copy(0, at, before.verdict.start[source])
+    return replace(tips, start=start, last=tips.last.index_copy(0, at, before.verdict.last[source]))
+
+
+def score_prompts(model: Any, rows: list[Row], batch: Batch, hidden: Tensor) -> list[dict[int, Logprob]]:
+    """Log-probabilities of prompt tokens, by position: the head on known rows whose next token is known, in chunks."""
+    found: list[dict[int, Logprob]] = [{} for _ in rows]
+    places: list[tuple[int, int, int]] = []  # (row, token of the batch, position of the token that is scored)
+    at = 0
+    for r, (row, length) in enumerate(zip(rows, batch.lengths, strict=True)):
+        sequence = row.sequence
+        if sequence.request.params.prompt_logprobs is not None and sequence.sibling == 0:
+            last = min(row.start + row.count, sequence.prompt_len - 1)
+            places += [(r, at + p - row.start, p + 1) for p in range(row.start, last)]
+        at += length
+    for i in range(0, len(places), PROMPT_ROWS):
+        chunk = places[i : i + PROMPT_ROWS]
+        tokens = torch.tensor([t for _, t, _ in chunk], device=hidden.device)
+        actual = [rows[r].sequence.tokens[p] for r, _, p in chunk]
+        scores = model.head(hidden[tokens]).log_softmax(-1)
+        width = max(1, *(rows[r].sequence.request.params.prompt_logprobs or 0 for r, _, _ in chunk))
+        values, ids = scores.topk(width, -1)
+        own = scores.gather(1, torch.tensor(actual, device=hidden.device)[:, None])[:, 0].tolist()
+        table = zip(chunk, actual, own, ids.tolist(), values.tolist(), strict=True)
+        for (r, _, position), token, value, top_ids, top_values in table:
+            wanted = rows[r].sequence.request.params.prompt_logprobs
+            top = tuple(zip(top_ids[:wanted], top_values[:wanted], strict=True))
+            found[r][position] = Logprob(token, value, top)
+    return found

@@ -1,0 +1,145 @@
+"""The engine core's interface: plain data in a fixed schema, as JSON between processes. Never pickle."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from llmx.config import EngineConfig, EngineInfo, Metrics
+from llmx.core import Logprob, Request, SamplingParams
+
+
+@dataclass(frozen=True)
+class Start:
+    """To a core in a process of its own, first of all."""
+
+    config: EngineConfig
+
+
+@dataclass(frozen=True)
+class Add:
+    request: Request
+
+
+@dataclass(frozen=True)
+class Abort:
+    """End a request, or one of its choices, where it is. Nothing more is sent of it."""
+
+    id: str
+    choice: int | None = None
+
+
+@dataclass(frozen=True)
+class Ask:
+    """Ask for `Measured`. `token` comes back with the answer."""
+
+    token: int
+
+
+@dataclass(frozen=True)
+class Stop:
+    """End the core."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """While a model loads: bytes done and in all."""
+
+    done: int
+    total: int
+
+
+@dataclass(frozen=True)
+class Ready:
+    info: EngineInfo
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """What a step added to one choice. `cached` counts prompt tokens found in the prefix cache."""
+
+    id: str
+    choice: int
+    tokens: tuple[int, ...]
+    cached: int
+    finish: str | None = None
+    stopped_by: int | None = None
+    logprobs: tuple[Logprob, ...] | None = None
+    prompt_logprobs: tuple[tuple[int, Logprob], ...] = ()
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A request that can't run: the fields of a RequestError."""
+
+    id: str
+    message: str
+    param: str | None = None
+    code: str | None = None
+    status: int = 400
+
+
+@dataclass(frozen=True)
+class Measured:
+    token: int
+    metrics: Metrics
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The core can't go on. `exit_code` as in LlmxError."""
+
+    message: str
+    hint: str | None = None
+    exit_code: int = 1
+
+
+Message = Start | Add | Abort | Ask | Stop | Progress | Ready | Tokens | Refused | Measured | Failed
+KINDS: dict[str, type] = {kind.__name__: kind for kind in Message.__args__}
+NESTED: dict[str, type] = {"config": EngineConfig, "info": EngineInfo, "metrics": Metrics}
+
+
+def encode(message: Message) -> bytes:
+    """One JSON object, UTF-8, without a newline."""
+    body = asdict(message)
+    if isinstance(message, Add):
+        request = message.request
+        body["request"] |= {"eos": sorted(request.eos), "salt": request.salt.hex()}
+        body["request"].pop("stops", None)
+    return json.dumps({"kind": type(message).__name__} | body, separators=(",", ":")).encode()
+
+
+def decode(data: bytes) -> Message:
+    """The inverse. A message that doesn't fit the schema is a bug, and raises ValueError."""
+    body = json.loads(data)
+    kind = KINDS[body.pop("kind")]
+    if kind is Add:
+        return Add(_request(body["request"]))
+    for name, nested in NESTED.items():
+        if name in body:
+            body[name] = nested(**{k: _frozen(v) for k, v in body[name].items()})
+    if kind is Tokens:
+        logprobs = body["logprobs"]
+        body["logprobs"] = None if logprobs is None else tuple(_logprob(x) for x in logprobs)
+        body["prompt_logprobs"] = tuple((at, _logprob(x)) for at, x in body["prompt_logprobs"])
+        body["tokens"] = tuple(body["tokens"])
+    if set(body) != {field.name for field in fields(kind)}:
+        raise ValueError(f"{kind.__name__} has not the fields {sorted(body)}")
+    message: Message = kind(**body)
+    return message
+
+
+def _request(body: dict[str, Any]) -> Request:
+    params = SamplingParams(**{k: _frozen(v) for k, v in body["params"].items()})
+    return Request(
+        body["id"], tuple(body["prompt"]), params, frozenset(body["eos"]), bytes.fromhex(body["salt"]), body["priority"]
+    )
+
+
+def _logprob(body: dict[str, Any]) -> Logprob:
+    return Logprob(body["token"], body["value"], _frozen(body["top"]))
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(_frozen(v) for v in value) if isinstance(value, list) else value

@@ -1,0 +1,122 @@
+"""The engine core behind messages: add, abort, ask; tokens, refusals, metrics."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+
+from llmx.config import EngineConfig, EngineInfo, Metrics
+from llmx.core import Landed, Sequence
+from llmx.engine.build import build_engine
+from llmx.engine.engine import Engine
+from llmx.engine.messages import Abort, Add, Ask, Measured, Message, Refused, Tokens
+from llmx.errors import RequestError
+
+
+class Core:
+    """One engine and the requests in it. Not thread-safe: whoever steps it also hands it its messages."""
+
+    def __init__(self, engine: Engine, info: EngineInfo) -> None:
+        self.engine, self.info = engine, info
+        self.requests: dict[str, list[Sequence]] = {}
+        self.metrics = Metrics()
+        self._totals: dict[str, int] = dict.fromkeys(
+            ("steps", "most_running", "prompt_tokens", "cached_tokens", "computed_tokens", "generated_tokens"), 0
+        ) | dict.fromkeys(("finished", "aborted", "slots_held", "slots_live", "drafted_tokens", "accepted_tokens"), 0)
+        self._seconds = 0.0
+
+    @classmethod
+    def load(cls, config: EngineConfig, progress: Callable[[int, int], None] | None = None) -> Core:
+        return cls(*build_engine(config, progress))
+
+    @property
+    def busy(self) -> bool:
+        scheduler = self.engine.scheduler
+        return bool(scheduler.running or scheduler.waiting or self.engine.flight)
+
+    def handle(self, message: Message) -> list[Message]:
+        """Take one message; what there is to answer at once."""
+        match message:
+            case Add(request):
+                try:
+                    assert request.id not in self.requests, "request ids are unique while they run"
+                    self.requests[request.id] = self.engine.scheduler.add(request)
+                except RequestError as error:
+                    return [Refused(request.id, error.message, error.param, error.code, error.status)]
+            case Abort(id, choice):
+                self._abort(id, choice)
+            case Ask(token):
+                return [Measured(token, self.measure())]
+        return []
+
+    def step(self) -> list[Message]:
+        """One step of the engine; what it gave."""
+        began = time.perf_counter()
+        landed = self.engine.step()
+        self._seconds += time.perf_counter() - began
+        if landed is None:
+            if self.busy:
+                raise RuntimeError("the scheduler stands still")
+            return []
+        self._count(landed)
+        return [self._told(item) for item in landed if item.tokens or item.prompt_logprobs or item.sequence.finish]
+
+    def measure(self) -> Metrics:
+        scheduler = self.engine.scheduler
+        pool = scheduler.blocks.pools[0]
+        return Metrics(
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            free_blocks=len(pool.free),
+            total_blocks=pool.count - 1,
+            preemptions=scheduler.preemptions,
+            step_seconds=self._seconds,
+            **self._totals,
+        )
+
+    def _told(self, item: Landed) -> Tokens:
+        sequence = item.sequence
+        first = self.requests[sequence.request.id][0]
+        told = Tokens(
+            sequence.request.id,
+            sequence.sibling,
+            tuple(item.tokens),
+            first.cached,
+            sequence.finish,
+            sequence.stopped_by,
+            None if item.logprobs is None else tuple(item.logprobs),
+            tuple(sorted(item.prompt_logprobs.items())),
+        )
+        if sequence.finish:
+            self._totals["finished"] += 1
+            self._forget(sequence.request.id)
+        return told
+
+    def _abort(self, id: str, choice: int | None) -> None:
+        for sequence in self.requests.get(id, ()):
+            if choice in (None, sequence.sibling) and sequence.finish is None:
+                self.engine.scheduler.abort(sequence)
+                self._totals["aborted"] += 1
+        self._forget(id)
+
+    def _forget(self, id: str) -> None:
+        if id in self.requests and all(s.finish for s in self.requests[id]):
+            for sequence in self.requests.pop(id):
+                self._totals["drafted_tokens"] += sequence.drafted
+                self._totals["accepted_tokens"] += sequence.accepted
+
+    def _count(self, landed: Iterable[Landed]) -> None:
+        scheduler, totals = self.engine.scheduler, self._totals
+        items = list(landed)
+        totals["steps"] += 1
+        totals["most_running"] = max(totals["most_running"], len(items))
+        for item in items:
+            sequence = item.sequence
+            totals["generated_tokens"] += len(item.tokens)
+            if item.tokens and sequence.output_len == len(item.tokens) and sequence.sibling == 0:
+                totals["prompt_tokens"] += sequence.prompt_len
+                totals["cached_tokens"] += sequence.cached
+        totals["computed_tokens"] += self.engine.computed_last
+        held = scheduler.blocks.pools[0].held * scheduler.blocks.size
+        totals["slots_held"] += held
+        totals["slots_live"] += held - sum(scheduler.blocks.waste(s) for s in scheduler.running)

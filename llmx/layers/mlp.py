@@ -1,0 +1,20 @@
+"""The gated feed-forward layer."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from llmx.kernels import Kernels
+from llmx.layers.linear import Linear
+
+
+class GatedMLP:
+    """down(silu(gate(x)) * up(x)), gate and up fused."""
+
+    def __init__(self, gate_up: Linear, down: Linear, kernels: Kernels) -> None:
+        self.gate_up, self.down = gate_up, down
+        self._activate = kernels.get("silu_mul")
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """(rows, hidden) -> (rows, hidden)"""
+        return self.down(self._activate(self.gate_up(x)))

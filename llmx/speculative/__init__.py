@@ -1,0 +1,1 @@
+"""Speculative decoding: the drafter's contract, verification, and one file per drafter."""
