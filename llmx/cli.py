@@ -11,6 +11,11 @@ import typer
 from typer.core import TyperGroup
 
 from llmx import __version__
+from llmx.commands.bench import bench
+from llmx.commands.env import env
+from llmx.commands.generate import generate
+from llmx.commands.pull import pull
+from llmx.commands.serve import serve
 from llmx.errors import LlmxError
 
 INTERRUPTED = 130
@@ -70,18 +75,8 @@ def llmx(
     """Run, serve and benchmark open LLMs. A command given no model uses `demo`."""
 
 
-def _register() -> None:
-    import importlib
-
-    for name in ("generate", "serve", "bench", "pull", "env"):
-        try:
-            module = importlib.import_module(f"llmx.commands.{name}")
-        except ModuleNotFoundError:
-            continue
-        app.command(name)(getattr(module, name))
-
-
-_register()
+for command in (generate, serve, bench, pull, env):
+    app.command()(command)
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from llmx.commands.options import Json
@@ -16,7 +17,8 @@ def env(json: Json = None) -> None:
 
     # CUDA's share of the environment is only known with torch loaded.
     report = Report("env", results={"threads": torch.get_num_threads(), "kernels": _backends()})
-    Console().print(report.environment_table(), report.table())
+    # Nobody's window limits a pipe or a file: a wrapped cell is hard to grep.
+    Console(width=None if sys.stdout.isatty() else 200).print(report.environment_table(), report.table())
     if json is not None:
         report.write_json(json)
 
@@ -35,7 +37,7 @@ def _backends() -> dict[str, Any]:
             if error.name != f"llmx.kernels.{name}":
                 raise
             continue
-        usable = getattr(package, "available", lambda: True)()
-        says = getattr(package, "describe", lambda: "torch" if usable else "not usable here")()  # noqa: B023
+        usable = not hasattr(package, "available") or package.available()
+        says = package.describe() if hasattr(package, "describe") else "torch"
         found[name] = {"is": says, "ops": sorted(package.KERNELS) if usable else []}
     return found
