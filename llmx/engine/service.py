@@ -59,7 +59,10 @@ class Core:
                 raise RuntimeError("the scheduler stands still")
             return []
         self._count(landed)
-        return [self._told(item) for item in landed if item.tokens or item.prompt_logprobs or item.sequence.finish]
+        told = [self._told(item) for item in landed if item.tokens or item.prompt_logprobs or item.sequence.finish]
+        for id in {item.sequence.request.id for item in landed if item.sequence.finish}:
+            self._forget(id)  # after all were told: several choices of a request may finish in one step
+        return told
 
     def measure(self) -> Metrics:
         scheduler = self.engine.scheduler
@@ -89,7 +92,6 @@ class Core:
         )
         if sequence.finish:
             self._totals["finished"] += 1
-            self._forget(sequence.request.id)
         return told
 
     def _abort(self, id: str, choice: int | None) -> None:
