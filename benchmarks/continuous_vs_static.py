@@ -20,7 +20,8 @@ from typing import Any
 
 from _common import publish, say
 
-from llmx.bench.workload import Job, forced, mixed_lengths, parse_span, random_prompt, vocabulary
+from llmx.bench.run import prompt_ids
+from llmx.bench.workload import Job, forced, mixed_lengths, parse_span, random_prompt
 
 DEFINITIONS = {
     "tokens_per_second": "output tokens asked for / seconds from the first submission to the last token, all requests",
@@ -99,7 +100,7 @@ def continuous_rate(llm: Any, jobs: Sequence[Job]) -> float:
 def rounds(llm: Any, static: Any, flags: argparse.Namespace) -> dict[str, list[float]]:
     """Rates by contender. Prompts differ from round to round, so that no prefix is cached; lengths are the same."""
     spans = parse_span(flags.input_len, "--input-len"), parse_span(flags.output_len, "--output-len")
-    ids = vocabulary(llm.info.vocab_size, llm.tokenizer.special_ids)
+    ids = prompt_ids(llm)
     warm_up = [Job(random_prompt(ids, 16, f"warm-up/{i}"), 2) for i in range(4)]
     continuous_rate(llm, warm_up)
     static_rate(static, warm_up, 4)

@@ -106,9 +106,19 @@ class Findings:
         }
 
 
+def prompt_ids(llm: LLM) -> list[int]:
+    """What random prompts are made of: the tokenizer's ids without the special ones; with no tokenizer, all ids."""
+    tokenizer, size = llm.maybe_tokenizer, llm.info.vocab_size
+    return (
+        vocabulary(size, ())
+        if tokenizer is None
+        else vocabulary(min(size, tokenizer.vocab_size), tokenizer.special_ids)
+    )
+
+
 def measure(llm: LLM, found: Findings, tell: Callable[[str], None]) -> None:
     """Run the plan's parts; `found` grows as they go. An interrupt ends it early and is noted there."""
-    plan, ids = found.plan, vocabulary(llm.info.vocab_size, llm.tokenizer.special_ids)
+    plan, ids = found.plan, prompt_ids(llm)
     try:
         tell("measuring this machine's read bandwidth and matmul rate")
         found.ceilings = measure_ceilings(found.info.device, found.info.dtype)

@@ -25,19 +25,15 @@ async def _follow(llm: LLM, job: Job, records: list[Record]) -> None:
     record = Record(len(job.prompt), job.output_len, time.perf_counter())
     records.append(record)
     try:
-        stream = llm.open(list(job.prompt), forced(job.output_len))
+        with llm.open(list(job.prompt), forced(job.output_len)) as stream:  # so an interrupt leaves nothing running
+            async for delta in stream:
+                if delta.token_ids:
+                    record.arrivals.append((time.perf_counter(), len(delta.token_ids)))
+                if delta.finish_reason == "abort":
+                    record.error = "aborted"
     except RequestError as error:
-        record.error, record.ended = error.message, True
-        return
-    try:
-        async for delta in stream:
-            if delta.token_ids:
-                record.arrivals.append((time.perf_counter(), len(delta.token_ids)))
-            if delta.finish_reason == "abort":
-                record.error = "aborted"
-        record.ended = True
-    finally:
-        stream.abort()  # an interrupt leaves nothing running; after the end it does nothing
+        record.error = error.message
+    record.ended = True
 
 
 async def _worker(llm: LLM, jobs: Iterator[Job], records: list[Record], count: Callable[[], None]) -> None:

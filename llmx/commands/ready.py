@@ -12,7 +12,7 @@ import typer
 from llmx.commands.options import is_terminal
 from llmx.config import EngineInfo
 
-STEPS = 10  # plain lines of a whole progress
+STEPS = 4  # plain lines of a whole progress
 
 
 def ready(name: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from llmx.bench.ceilings import Ceilings, limit, measure
+from llmx.bench.ceilings import Ceilings, limit, measure_ceilings
 
 MACHINE = Ceilings(read=10e9, matmul=100e9, dtype="float32")
 
@@ -25,7 +25,7 @@ def test_a_long_prompt_is_bound_by_arithmetic() -> None:
 
 def test_the_rates_are_measured_on_the_named_device() -> None:
     pytest.importorskip("torch", reason="torch is not installed")
-    ceilings = measure("cpu", "bfloat16")
+    ceilings = measure_ceilings("cpu", "bfloat16")
     assert ceilings.read > 1e6
     assert ceilings.matmul > 1e6
     assert ceilings.dtype == "float32"  # what the CPU computes in

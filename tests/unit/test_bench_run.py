@@ -31,7 +31,7 @@ INFO = EngineInfo(
 class StandInStream:
     llm: StandIn
     count: int
-    aborted: bool = False
+    left: bool = False
 
     def deltas(self) -> Iterator[Delta]:
         for i in range(self.count):
@@ -55,8 +55,11 @@ class StandInStream:
         finally:
             self.llm.running -= 1
 
-    def abort(self) -> None:
-        self.aborted = True
+    def __enter__(self) -> StandInStream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.left = True
 
 
 @dataclass
@@ -73,7 +76,7 @@ class StandIn:
     prompts: list[tuple[int, ...]] = field(default_factory=list)
     params: list[SamplingParams] = field(default_factory=list)
     streams: list[StandInStream] = field(default_factory=list)
-    tokenizer: Any = field(default_factory=lambda: SimpleNamespace(special_ids=frozenset({0})))
+    maybe_tokenizer: Any = field(default_factory=lambda: SimpleNamespace(special_ids=frozenset({0}), vocab_size=90))
 
     def __post_init__(self) -> None:
         self.info = replace(INFO, vocab_size=100)
@@ -119,7 +122,7 @@ def test_each_part_runs_its_warm_up_and_its_repetitions_on_new_prompts() -> None
     assert [params.max_tokens for params in llm.params[:8]] == [1] * 4 + [5] * 4
     assert len(set(llm.prompts[:4])) == 4
     assert all(params.ignore_eos and params.temperature == 0 for params in llm.params)
-    assert not any(0 in prompt for prompt in llm.prompts)  # the special token
+    assert {token for prompt in llm.prompts for token in prompt} <= set(range(1, 90))  # 0 is special; 100 are padded
 
 
 def test_serving_keeps_the_asked_concurrency_and_loses_no_request() -> None:
@@ -161,7 +164,7 @@ def test_an_interrupt_while_serving_keeps_the_requests_that_were_done() -> None:
     assert 0 < results["serving"]["completed"] < 6
     assert results["serving"]["failed"] == 0
     assert llm.running == 0
-    assert all(stream.aborted for stream in llm.streams[-6:])
+    assert all(stream.left for stream in llm.streams[-6:])
 
 
 def test_a_refused_request_is_a_failed_one_and_the_others_go_on() -> None:
