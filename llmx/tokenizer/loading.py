@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import tokenizers
 
 from llmx.errors import UsageError
+from llmx.formats.fields import load_json, shown
 from llmx.templates import ChatTemplate
 from llmx.tokenizer.gguf import from_gguf
 from llmx.tokenizer.pieces import read_spelling
@@ -43,11 +43,11 @@ def _from_directory(folder: Path) -> Tokenizer:
             f"{folder} has no tokenizer.json{found}.",
             hint="Save one: transformers.AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR).",
         )
-    described = _read_json(file)
+    described = load_json(file).data
     backend = _build(file)
     spelling = read_spelling(described.get("decoder"), str(file))
-    config = _read_json(folder / "tokenizer_config.json", missing_ok=True)
-    specials = _specials(_read_json(folder / "special_tokens_map.json", missing_ok=True)) | _specials(config)
+    config = _read_json(folder / "tokenizer_config.json")
+    specials = _specials(_read_json(folder / "special_tokens_map.json")) | _specials(config)
     bos_id = backend.token_to_id(specials["bos_token"]) if "bos_token" in specials else None
     add_bos = config.get("add_bos_token")
     return Tokenizer(
@@ -69,18 +69,9 @@ def _build(file: Path) -> tokenizers.Tokenizer:
         raise UsageError(f"{file} is no tokenizer that the tokenizers library can read: {_short(error)}.") from None
 
 
-def _read_json(file: Path, *, missing_ok: bool = False) -> dict[str, Any]:
-    if missing_ok and not file.is_file():
-        return {}
-    try:
-        value = json.loads(file.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{file} is not valid JSON: {_short(error)}.") from None
-    except OSError as error:
-        raise UsageError(f"{file} can't be read: {error.strerror}.") from None
-    if not isinstance(value, dict):
-        raise UsageError(f"{file} must hold a JSON object, not a {type(value).__name__}.")
-    return value
+def _read_json(file: Path) -> Mapping[str, Any]:
+    """An optional file beside the tokenizer's: empty if it is not there."""
+    return load_json(file).data if file.is_file() else {}
 
 
 def _short(error: BaseException) -> str:
@@ -103,11 +94,11 @@ def _eos_ids(folder: Path, backend: tokenizers.Tokenizer, specials: Mapping[str,
     if (own := specials.get("eos_token")) is not None and (token_id := backend.token_to_id(own)) is not None:
         ids.add(token_id)
     for name in ("generation_config.json", "config.json"):
-        value = _read_json(folder / name, missing_ok=True).get("eos_token_id")
+        value = _read_json(folder / name).get("eos_token_id")
         listed = value if isinstance(value, list) else [] if value is None else [value]
         for item in listed:
             if isinstance(item, bool) or not isinstance(item, int) or item < 0:
-                raise UsageError(f"{folder / name}: eos_token_id must be token ids, not {str(value)[:60]!r}.")
+                raise UsageError(f"{folder / name}: eos_token_id must be token ids, not {shown(item)}.")
         if listed:
             return ids | set(listed)
     return ids
