@@ -26,12 +26,11 @@ $(READY): $(PY) pyproject.toml CMakeLists.txt constraints.txt
 .DEFAULT_GOAL := $(READY)
 .PHONY: demo test lint native clean
 
-# The lines on stdout and stderr are the commands' own.
 demo: $(READY)
 	$(LLMX) pull demo
-	$(LLMX) generate demo --prompt "The capital of France is" --max-tokens 32 --temperature 0
-	$(LLMX) bench demo --json build/demo-bench.json
-	@echo "The report: $(CURDIR)/build/demo-bench.json"
+	$(LLMX) generate --model demo --temperature 0 --max-tokens 48 "What is the capital of France?"
+	$(LLMX) bench demo -p 128 -n 32 -r 3 --requests 8 --concurrency 4 --input-len 32:128 --output-len 16:48 \
+		--json build/demo-bench.json
 
 # One thread for each of pytest's processes: the tests are many and small.
 test: $(READY) lint native
