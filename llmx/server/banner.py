@@ -37,7 +37,7 @@ def base_url(listener: socket.socket) -> str:
 
 def curl(service: Service, url: str) -> str:
     """A chat if the model has a template, else a completion."""
-    if service.llm.tokenizer.template is not None:
+    if service.tokenizer.template is not None:
         path, body = "chat/completions", {"messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 32}
     else:
         path, body = "completions", {"prompt": "Once upon a time", "max_tokens": 32}

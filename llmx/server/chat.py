@@ -101,7 +101,7 @@ async def chat(service: Service, request: Request) -> Response:
     params = body.sampling(logprobs=body.alternatives)
     messages, arguments = plain(body.messages), body.template
     prompt = await asyncio.to_thread(service.llm.render, messages, **arguments)
-    generation = service.open("chatcmpl", [prompt], params, body.salt)
+    generation = await service.open("chatcmpl", [prompt], params, body.salt)
     service.note_unknown(body)
-    texts = TokenTexts(service.llm.tokenizer, params.skip_special_tokens)
+    texts = TokenTexts(service.tokenizer, params.skip_special_tokens)
     return await respond(request, ChatReply(generation, service.model, body, texts), bool(body.stream))

@@ -160,9 +160,9 @@ async def completions(service: Service, request: Request) -> Response:
     body = await read(request, CompletionRequest, service.settings.max_body_bytes)
     service.check_model(body.model)
     params, given = body.params(), prompts(body.prompt)
-    tokenizer = service.llm.tokenizer
+    tokenizer = service.tokenizer
     encoded = await asyncio.to_thread(_encoded, tokenizer, given)
-    generation = service.open("cmpl", encoded, params, body.salt)
+    generation = await service.open("cmpl", encoded, params, body.salt)
     service.note_unknown(body)
     texts = TokenTexts(tokenizer, params.skip_special_tokens)
     return await respond(request, CompletionReply(generation, service.model, body, texts, given), bool(body.stream))

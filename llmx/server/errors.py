@@ -31,7 +31,7 @@ def describe(error: Exception) -> tuple[int, dict[str, Any]]:
     """HTTP status and error object of what a handler raised. What isn't an `LlmxError` is a bug: its text stays in."""
     if not isinstance(error, LlmxError):
         return 500, error_object(INTERNAL, 500, code="internal_error")
-    message = f"{error.message} {error.hint}" if error.hint else error.message
+    message = f"{error.message} Hint: {error.hint.removesuffix('.')}." if error.hint else error.message
     if isinstance(error, RequestError):
         return error.status, error_object(message, error.status, error.param, error.code)
     if isinstance(error, UsageError):

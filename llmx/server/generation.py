@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Coroutine, Sequence
-from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.types import Receive
@@ -23,7 +22,7 @@ class ClientGone(Exception):
 
 
 class Generation:
-    """A context manager: when it is left, whatever still runs is aborted. `live` holds those that are inside."""
+    """A context manager: while it is open it is in `live`; when it is left, whatever still runs is aborted."""
 
     def __init__(
         self,
@@ -34,21 +33,22 @@ class Generation:
         live: set[Generation],
         id: str,
     ) -> None:
+        """Opens the streams: all of them, or none and a RequestError."""
         self.id = id
         self.n = params.n
         self.completion_tokens = 0
-        self.error: LlmxError | None = None
         self.streams: list[Stream] = []
         self._live = live
+        self._queue: asyncio.Queue[tuple[int, Delta] | Exception | None] = asyncio.Queue()
         try:
             for at, prompt in enumerate(prompts):
                 self.streams.append(llm.open(prompt, params, id=f"{id}-{at}", salt=salt))
         except BaseException:
             self._abort()
             raise
-        live.add(self)
 
     def __enter__(self) -> Generation:
+        self._live.add(self)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -57,8 +57,8 @@ class Generation:
 
     def fail(self, error: LlmxError) -> None:
         """Ends it from outside: whoever reads it gets `error`."""
-        self.error = error
         self._abort()
+        self._queue.put_nowait(error)
 
     def _abort(self) -> None:
         for stream in self.streams:
@@ -66,14 +66,31 @@ class Generation:
 
     async def deltas(self) -> AsyncGenerator[tuple[int, Delta], None]:
         """(choice, delta) as they come; the choices of prompt p are p * n … p * n + n - 1. Raises LlmxError."""
-        async with aclosing(_merged(self.streams)) as merged:
-            async for at, delta in merged:
-                if self.error:
-                    break
-                self.completion_tokens += len(delta.token_ids)
-                yield at * self.n + delta.index, delta
-        if self.error:
-            raise self.error
+        tasks = [asyncio.create_task(self._pump(at, stream)) for at, stream in enumerate(self.streams)]
+        running = len(tasks)
+        try:
+            while running:
+                item = await self._queue.get()
+                if isinstance(item, Exception):
+                    raise item
+                if item is None:
+                    running -= 1
+                else:
+                    at, delta = item
+                    self.completion_tokens += len(delta.token_ids)
+                    yield at * self.n + delta.index, delta
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _pump(self, at: int, stream: Stream) -> None:
+        try:
+            async for delta in stream:
+                self._queue.put_nowait((at, delta))
+            self._queue.put_nowait(None)
+        except Exception as error:
+            self._queue.put_nowait(error)
 
     def usage(self) -> dict[str, Any]:
         """OpenAI's usage object; each prompt counts once, however many choices it has."""
@@ -85,39 +102,6 @@ class Generation:
             "total_tokens": prompt + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": cached},
         }
-
-
-async def _merged(streams: Sequence[Stream]) -> AsyncGenerator[tuple[int, Delta], None]:
-    """(stream, delta) of all streams, each in its own order."""
-    if len(streams) == 1:
-        async for delta in streams[0]:
-            yield 0, delta
-        return
-    queue: asyncio.Queue[tuple[int, Delta] | Exception | None] = asyncio.Queue(maxsize=len(streams))
-
-    async def pump(at: int, stream: Stream) -> None:
-        try:
-            async for delta in stream:
-                await queue.put((at, delta))
-            await queue.put(None)
-        except Exception as error:
-            await queue.put(error)
-
-    tasks = [asyncio.create_task(pump(at, stream)) for at, stream in enumerate(streams)]
-    try:
-        open_streams = len(tasks)
-        while open_streams:
-            item = await queue.get()
-            if isinstance(item, Exception):
-                raise item
-            if item is None:
-                open_streams -= 1
-            else:
-                yield item
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 import uuid
@@ -28,6 +29,7 @@ class Service:
 
     def __init__(self, llm: LLM, settings: ServerSettings) -> None:
         self.llm = llm
+        self.tokenizer = llm.tokenizer  # UsageError for a model without one
         self.settings = settings
         named = llm.info.model
         self.public = settings.served_names or (PurePath(named).name or named,)
@@ -61,7 +63,9 @@ class Service:
                 status=404,
             )
 
-    def open(self, kind: str, prompts: Sequence[Sequence[int]], params: SamplingParams, salt: bytes) -> Generation:
+    async def open(
+        self, kind: str, prompts: Sequence[Sequence[int]], params: SamplingParams, salt: bytes
+    ) -> Generation:
         """Starts a request; `kind` begins its id. RequestError where it can't run, LlmxError where nothing can."""
         count = len(prompts) * params.n
         if count > MOST_CHOICES:
@@ -70,7 +74,9 @@ class Service:
             )
         if reason := self.failed:
             raise LlmxError(reason)
-        return Generation(self.llm, prompts, params, salt, self.live, f"{kind}-{uuid.uuid4().hex}")
+        id = f"{kind}-{uuid.uuid4().hex}"
+        # In a thread: a long prompt on its way to the engine's process may have to wait until that has read some.
+        return await asyncio.to_thread(Generation, self.llm, prompts, params, salt, self.live, id)
 
     def fail_all(self, message: str) -> None:
         """Ends everything in flight with an error."""

@@ -1,0 +1,173 @@
+"""What only an engine that fails on purpose, or never ends, can show."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from openai import APIError, OpenAI
+from server.fake import INFO, FakeLLM, FakeStream, Script, forever, says
+from server.running import eventually, running
+
+from llmx.core import Delta
+from llmx.errors import LlmxError, RequestError
+
+CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+PROMPT = {"prompt": "hi"}
+BOTH = pytest.mark.parametrize(("path", "body"), [("completions", PROMPT), ("chat/completions", CHAT)])
+
+
+def fails_after(count: int, error: LlmxError) -> Script:
+    return lambda step: error if step == count else Delta(0, "x", (120,))
+
+
+def once_running(llm: FakeLLM, act: Callable[[], None]) -> None:
+    """Calls `act`, from a thread, when a request has been opened."""
+    threading.Thread(target=lambda: eventually(lambda: bool(llm.opened)) and act()).start()
+
+
+@BOTH
+def test_an_error_in_mid_stream_is_an_event_and_then_done(path: str, body: dict[str, object]) -> None:
+    with running(FakeLLM(fails_after(2, LlmxError("The engine broke.")))) as server:
+        *texts, error, done = server.events(path, body)
+        assert error == {
+            "error": {"message": "The engine broke.", "type": "server_error", "param": None, "code": "engine_failed"}
+        }
+        assert done == "[DONE]"
+        assert len(texts) == 2 + (path == "chat/completions")
+        assert eventually(lambda: not server.server.service.live)
+
+
+def test_openais_client_raises_on_an_error_in_mid_stream() -> None:
+    with (
+        running(FakeLLM(fails_after(1, LlmxError("The engine broke.")))) as server,
+        OpenAI(base_url=server.url, api_key="none", max_retries=0) as client,
+    ):
+        stream = client.completions.create(model="fake", prompt="hi", stream=True)
+        with pytest.raises(APIError, match="The engine broke"):
+            list(stream)
+
+
+@BOTH
+def test_a_plain_request_whose_engine_breaks_gets_503(path: str, body: dict[str, object]) -> None:
+    with running(FakeLLM(fails_after(1, LlmxError("The engine broke.")))) as server:
+        status, answer = server.post(path, body)
+        assert (status, answer["error"]["code"]) == (503, "engine_failed")
+
+
+def test_a_bug_in_a_handler_is_500_without_its_text() -> None:
+    llm = FakeLLM(says("x"))
+    llm.render = None  # type: ignore[assignment, method-assign]
+    with running(llm) as server:
+        status, answer = server.post("chat/completions", CHAT)
+    assert status == 500
+    assert set(answer["error"]) == {"message", "type", "param", "code"}
+    assert "NoneType" not in str(answer)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "prompts"),
+    [("completions", PROMPT, 1), ("completions", {"prompt": ["hi"] * 3}, 3), ("chat/completions", CHAT, 1)],
+)
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "plain"])
+def test_a_client_that_leaves_aborts_its_request(
+    path: str, body: dict[str, object], prompts: int, stream: bool
+) -> None:
+    llm = FakeLLM(forever, pause=0.01)
+    with running(llm) as server:
+        server.send_and_leave(
+            path, body | {"stream": stream}, lambda got: len(llm.opened) == prompts and (not stream or b"data:" in got)
+        )
+        assert eventually(lambda: all(one.aborted for one in llm.opened))
+        assert eventually(lambda: not server.server.service.live)
+        llm.script = says("fine")
+        assert server.post("completions", PROMPT)[1]["choices"][0]["text"] == "fine"
+
+
+def test_if_one_of_several_prompts_is_refused_the_others_are_aborted() -> None:
+    llm = FakeLLM(forever, pause=0.01)
+    admit = llm.open
+
+    def two(*args: Any, **kwargs: Any) -> FakeStream:
+        if len(llm.opened) == 2:
+            raise RequestError("Too long.", param="prompt", code="context_length_exceeded")
+        return admit(*args, **kwargs)
+
+    llm.open = two  # type: ignore[method-assign]
+    with running(llm) as server:
+        status, answer = server.post("completions", {"prompt": ["a", "b", "c"], "stream": True})
+        assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+        assert [one.aborted for one in llm.opened] == [True, True]
+        assert eventually(lambda: not server.server.service.live)
+
+
+def test_health_is_503_once_the_engine_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llmx.server.run.WATCH_SECONDS", 3600.0)  # else the server stops while we ask
+    llm = FakeLLM(says("x"))
+    with running(llm) as server:
+        assert server.call("GET", "/health") == (200, {"status": "ok"})
+        llm.failed = "The engine process was killed."
+        status, answer = server.call("GET", "/health")
+        assert (status, answer["error"]["message"]) == (503, "The engine process was killed.")
+        assert server.post("completions", PROMPT)[0] == 503
+
+
+def test_when_the_engine_fails_streams_end_with_its_reason_and_the_server_stops() -> None:
+    llm = FakeLLM(forever, pause=0.01)
+    with running(llm, drain_seconds=600.0) as server:
+        once_running(llm, lambda: setattr(llm, "failed", "The engine process was killed."))
+        *_, error, done = server.events("completions", PROMPT)
+        assert error["error"]["message"] == "The engine process was killed."
+        assert done == "[DONE]"
+        assert server.server.should_exit
+        assert server.server.engine_failed == "The engine process was killed."
+
+
+def test_a_server_that_is_told_to_stop_ends_streams_with_an_event_when_their_time_is_over() -> None:
+    llm = FakeLLM(forever, pause=0.01)
+    with running(llm, drain_seconds=0.2) as server:
+        once_running(llm, lambda: setattr(server.server, "should_exit", True))
+        *_, error, done = server.events("completions", PROMPT)
+        assert error["error"]["message"] == "The server is shutting down."
+        assert done == "[DONE]"
+        assert llm.opened[0].aborted
+
+
+def test_a_server_that_is_told_to_stop_lets_a_running_stream_finish() -> None:
+    llm = FakeLLM(says("finished"), pause=0.05)
+    with running(llm, drain_seconds=60.0) as server:
+        once_running(llm, lambda: setattr(server.server, "should_exit", True))
+        events = server.events("completions", PROMPT)
+        assert "".join(one["choices"][0]["text"] for one in events[:-1]) == "finished"
+
+
+def test_an_unknown_field_is_ignored_and_logged_once(capfd: pytest.CaptureFixture[str]) -> None:
+    with running(FakeLLM(says("x"))) as server:
+        for _ in range(3):
+            assert server.post("completions", PROMPT | {"session_id": 5})[0] == 200
+    assert capfd.readouterr().err.count("'session_id'") == 1
+
+
+def test_requests_are_logged_only_where_asked_for(capfd: pytest.CaptureFixture[str]) -> None:
+    with running(FakeLLM(says("x"))) as server:
+        server.post("completions", PROMPT)
+    assert "POST /v1/completions" not in capfd.readouterr().err
+    with running(FakeLLM(says("x")), log_requests=True) as server:
+        server.post("completions", PROMPT)
+    assert '"POST /v1/completions HTTP/1.1" 200' in capfd.readouterr().err
+
+
+def test_the_start_line_says_where_what_how_much_and_gives_a_line_to_paste(capfd: pytest.CaptureFixture[str]) -> None:
+    with running(FakeLLM(says("x")), served_names=("mine", "yours")) as server:
+        assert [one["id"] for one in server.call("GET", "/v1/models")[1]["data"]] == ["mine", "yours"]
+        for name in ("mine", "yours", INFO.model, None):
+            assert server.post("completions", PROMPT | {"model": name})[1]["model"] == "mine"
+        said = capfd.readouterr().err
+        url = f"http://127.0.0.1:{server.port}/v1"
+    assert f"llmx serves mine, yours at {url}\n" in said
+    assert "float32 on cpu" in said
+    assert "context 128 tokens × 4 sequences; KV cache 320 tokens (1 MiB, float32): 2 at full context" in said
+    assert "kernels  reference\n" in said
+    assert f'Try: curl {url}/chat/completions -H \'Content-Type: application/json\' -d \'{{"model": "mine"' in said
