@@ -292,8 +292,8 @@ class CheckpointWeights(_Loader):
 class RandomWeights(_Loader):
     """The same interface over numbers that follow from (seed, name, row, column), about normal of deviation `std`.
 
-    Equal on every device and, each rank its part, for every number of ranks. Vectors have mean 1, as norms want, weights
-    mean 0. They count as stored in `dtype`.
+    Equal on every device and, each rank its part, for every number of ranks. Vectors have mean 1, as norms want, and
+    weights mean 0. They count as stored in `dtype`.
     """
 
     def __init__(
@@ -354,7 +354,8 @@ def _normal(index: Tensor, key: int) -> Tensor:
     x = (x ^ x >> 15) * 0x846CA68B & mask
     x = x ^ x >> 16
     total = (x & 255) + (x >> 8 & 255) + (x >> 16 & 255) + (x >> 24)
-    return (total - 510).float() / (4 * (256**2 - 1) / 12) ** 0.5
+    deviation: float = (4 * (256**2 - 1) / 12) ** 0.5
+    return (total - 510).float() / deviation
 
 
 def _merged(pieces: Sequence[Piece]) -> Iterator[Piece]:
@@ -387,7 +388,7 @@ def _reorder(tensor: Tensor, dims: Dims, order: Tensor | None) -> Tensor:
     """Rows of a stored tensor in `order`, along its output axis."""
     if order is None:
         return tensor
-    axis = next((i for i, a in enumerate(dims) if isinstance(a, Axis) and a.kind is Kind.OUT and a.step == 1), None)
+    axis = next((i for i, a in enumerate(dims) if isinstance(a, Axis) and a.kind is Kind.OUT and a.single), None)
     assert axis is not None, "only tensors with a row for each output are stored in another order"
     return tensor.index_select(axis, order)
 

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
-from fractions import Fraction
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -47,21 +46,32 @@ class Span:
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis of a stored tensor: `step` stored elements per feature.
+    """One axis of a stored tensor: `elements` stored elements hold `features` features, which can't be cut apart.
 
-    With `ceil` the last element may stand for fewer features (576 inputs have 5 scales of 128); else all are whole.
+    The pair is no fraction: 34 bytes hold 32 weights of GGUF's Q8_0, and 17 bytes hold no 16. With `ceil` the last
+    elements may stand for fewer features (576 inputs have 5 scales of 128 each); else all are whole.
     """
 
     kind: Kind
-    step: Fraction = Fraction(1)
+    elements: int = 1
+    features: int = 1
     ceil: bool = False
 
     def at(self, feature: int, total: int) -> int | None:
-        """The stored element that begins at `feature`; None where that is inside an element."""
-        place = feature * self.step
-        if place.denominator == 1:
-            return int(place)
-        return -(-place.numerator // place.denominator) if self.ceil and feature == total else None
+        """The stored element that begins at `feature`; None where that is inside a group."""
+        groups, rest = divmod(feature, self.features)
+        if rest == 0:
+            return groups * self.elements
+        return self.length(feature) if self.ceil and feature == total else None
+
+    def length(self, features: int) -> int:
+        """Stored elements of so many features, the last group filled up."""
+        return -(-features // self.features) * self.elements
+
+    @property
+    def single(self) -> bool:
+        """Whether every feature has an element of its own."""
+        return self.elements == self.features == 1
 
 
 Dims = tuple[Axis | int, ...]  # per axis of a tensor; a plain number is an axis that never is cut
@@ -87,7 +97,7 @@ def ranges(where: str, dims: Dims, spans: Mapping[Kind, Span]) -> dict[int, tupl
             low, high = min(low, span.total), min(high, span.total)
         start, stop = axis.at(low, span.total), axis.at(high, span.total)
         if start is None or stop is None:
-            whole = (1 / axis.step).numerator
+            whole = axis.features
             raise UsageError(
                 f"{where} can't be cut to {axis.kind.value} features {low} to {high} of {span.total}: "
                 f"its scheme stores {whole} of them together.",
@@ -112,8 +122,7 @@ def pad(tensor: Tensor, dims: Dims, spans: Mapping[Kind, Span]) -> Tensor:
     for index, axis in enumerate(dims):
         if isinstance(axis, int) or axis.kind is not Kind.VOCAB or Kind.VOCAB not in spans:
             continue
-        wanted = -(-spans[Kind.VOCAB].size * axis.step.numerator // axis.step.denominator)
-        if missing := wanted - tensor.shape[index]:
+        if missing := axis.length(spans[Kind.VOCAB].size) - tensor.shape[index]:
             shape = list(tensor.shape)
             shape[index] = missing
             tensor = torch.cat([tensor, tensor.new_zeros(shape)], index)
@@ -148,8 +157,7 @@ def as_vocabulary(layout: Layout) -> dict[str, Dims]:
     """The layout of a linear that is a head or an embedding: its outputs are the vocabulary."""
 
     def renamed(axis: Axis | int) -> Axis | int:
-        is_out = isinstance(axis, Axis) and axis.kind is Kind.OUT
-        return Axis(Kind.VOCAB, axis.step, axis.ceil) if is_out and isinstance(axis, Axis) else axis
+        return replace(axis, kind=Kind.VOCAB) if isinstance(axis, Axis) and axis.kind is Kind.OUT else axis
 
     return {name: tuple(renamed(axis) for axis in dims) for name, dims in layout.items()}
 
@@ -176,16 +184,17 @@ class Segment:
 
 @dataclass(frozen=True)
 class Case:
-    """A linear that the conformance test stores in this scheme. `kind`: that of the tensor that holds the weights.
+    """A model that the conformance test stores in this scheme. `kind`: that of the tensor that holds the weights.
 
-    Its attention has `heads` query heads, `kv_heads` of keys and of values, `head_dim` wide; its MLP is `inner` wide.
-    `error` is the largest root mean square error of packing, relative to the weights' own (0: exact).
+    Its attention has `heads` heads, `head_dim` wide; its MLP is `inner` wide; both are cut for 1, 2 and 3 ranks.
+    `error` is the largest root mean square error of packing, relative to the weights' own (0: exact). `stacked`: whether
+    the weights of several experts may be stored as one tensor.
     """
 
     kind: str
     error: float
+    stacked: bool = True
     heads: int = 6
-    kv_heads: int = 3
     head_dim: int = 32
     inner: int = 192
 
@@ -255,7 +264,7 @@ def row_axes(layout: Layout) -> dict[str, int] | None:
     found = {}
     for name, dims in layout.items():
         axes = [axis for axis in dims if isinstance(axis, Axis)]
-        rows = [axis for axis in axes if axis.kind in (Kind.OUT, Kind.VOCAB) and axis.step == 1]
+        rows = [axis for axis in axes if axis.kind in (Kind.OUT, Kind.VOCAB) and axis.single]
         if not rows or any(axis.kind is Kind.EXPERT for axis in axes):
             return None
         found[name] = dims.index(rows[0])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from fractions import Fraction
 from typing import TYPE_CHECKING
 
 import torch
@@ -42,7 +41,7 @@ class BlockScheme(Scheme):
         return stored["weight"].shape
 
     def axes(self, stored: Mapping[str, Stored]) -> Layout:
-        row = Axis(Kind.IN, Fraction(self.block_bytes, SIZE))
+        row = Axis(Kind.IN, self.block_bytes, SIZE)
         return {"weight": (Axis(Kind.EXPERT), Axis(Kind.OUT), row)[-len(stored["weight"].shape) :]}
 
     def unpack(self, tensors: Tensors, dtype: torch.dtype) -> Tensor:
