@@ -11,7 +11,6 @@ TORCH_INDEX ?=
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
 LLMX := $(VENV)/bin/llmx
-export LLMX_REQUIRE_NATIVE ?= 1
 
 # In the checkout, not in the venv, and one for each venv: another clone must install itself into a shared one.
 READY := build/ready$(subst /,-,$(abspath $(VENV)))
@@ -21,7 +20,8 @@ $(READY): $(PY) pyproject.toml CMakeLists.txt constraints.txt
 	$(PIP) install -q -c constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
 	$(PIP) install -q -c constraints.txt scikit-build-core nanobind cmake ninja
 	$(PIP) install -q -c constraints.txt --no-build-isolation -e '.[dev]'
-	mkdir -p build && touch $@
+	@$(PY) -c "from llmx.kernels import cpu; print('cpu kernels:', cpu.describe())"
+	@mkdir -p build && touch $@
 
 .DEFAULT_GOAL := $(READY)
 .PHONY: demo test lint native clean
@@ -36,8 +36,13 @@ demo: $(READY)
 test: $(READY) lint native
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(JOBS)
 
+# Without a compiler the install above went on in pure Python; here that is an error, and shown.
 native: $(READY)
-	@$(PY) -c "import llmx; llmx.__loader__.rebuild()" > build/native.log 2>&1 || { cat build/native.log; false; }
+	@if $(PY) -c "import sys; from llmx.kernels import cpu; sys.exit(not cpu.available())"; then \
+		$(PY) -c "import llmx; llmx.__loader__.rebuild()" > build/native.log 2>&1 || { cat build/native.log; false; }; \
+	else \
+		LLMX_REQUIRE_NATIVE=1 $(PIP) install -q --no-deps --no-build-isolation -e .; \
+	fi
 
 # mypy doesn't know that kernels/* is mapped into the package, so it checks a tree of links where it is.
 TYPED := build/typed
