@@ -17,7 +17,10 @@ LATENCIES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "E2E"}
 
 def show(console: Console, found: Findings) -> None:
     """Print the tables of the parts that have figures, then what bounds them."""
-    results = found.results()
+    results, info = found.results(), found.info
+    kind = f"{info.parameters / 1e6:,.1f} M parameters, {'+'.join(info.schemes)}"
+    line = f"{info.model}: {info.architecture}, {kind}; computed in {info.dtype} on {info.device}"
+    console.print(line + (f", {info.threads} threads" if info.device == "cpu" else ""), soft_wrap=True, highlight=False)
     if found.plan.prompt_len or found.plan.gen_len:
         console.print(_rates(found, results))
     if "serving" in results:
@@ -37,8 +40,7 @@ def number(value: float | None, decimals: int = 2) -> str:
 def _rates(found: Findings, results: Mapping[str, Any]) -> Table:
     from rich.table import Table
 
-    info = found.info
-    table = Table(title=f"{info.model}: {info.architecture}, {info.dtype}, {info.device}", title_justify="left")
+    table = Table()
     for name in ("test", "tokens/s", "sd", "runs"):
         table.add_column(name, justify="left" if name == "test" else "right")
     for part, label in (("prefill", f"pp{found.plan.prompt_len}"), ("decode", f"tg{found.plan.gen_len}")):
@@ -51,9 +53,7 @@ def _rates(found: Findings, results: Mapping[str, Any]) -> Table:
 def _serving(figures: Mapping[str, Any]) -> Table:
     from rich.table import Table
 
-    title = f"{figures['completed']} of {figures['num_prompts']} requests, {figures['max_concurrency']} at once"
-    lengths = f"prompts of {figures['input_len']}, outputs of {figures['output_len']} tokens"
-    table = Table(title=f"{title}: {lengths}", title_justify="left")
+    table = Table()
     table.add_column("ms")
     for name in ("mean", "p50", "p90", "p95", "p99"):
         table.add_column(name, justify="right")
@@ -63,9 +63,12 @@ def _serving(figures: Mapping[str, Any]) -> Table:
 
 
 def serving_lines(figures: Mapping[str, Any]) -> list[str]:
-    """Throughput, and what the engine's counters say of the run."""
+    """What was run, throughput, and what the engine's counters say."""
+    done = f"{figures['completed']} of {figures['num_prompts']} requests, {figures['max_concurrency']} at once"
+    lengths = f"prompts of {figures['input_len']} and outputs of {figures['output_len']} tokens"
     output, total = number(figures["output_throughput"], 1), number(figures["total_token_throughput"], 1)
-    lines = [f"{output} output tokens/s ({total} with prompts), {number(figures['request_throughput'])} requests/s"]
+    rate = f"{output} output tokens/s ({total} with prompts), {number(figures['request_throughput'])} requests/s"
+    lines = [f"{done}, {lengths}", rate]
     if "kv_utilisation" in figures:
         shares = {
             "KV slots in use": figures["kv_utilisation"],
@@ -81,19 +84,29 @@ def serving_lines(figures: Mapping[str, Any]) -> list[str]:
     return lines
 
 
+def scaled(value: float, unit: str) -> str:
+    """Three digits and a prefix: 1.9e8, "B" -> 190 MB."""
+    for prefix, size in (("T", 1e12), ("G", 1e9), ("M", 1e6)):
+        if value >= size:
+            return f"{value / size:.3g} {prefix}{unit}"
+    return f"{value / 1e3:.3g} k{unit}"
+
+
 def bound_line(part: str, limit: Limit) -> str:
     """What would be possible at the rates measured in this process, and how much of it was reached."""
     if limit.by == "memory reads":
-        work, rate, unit = limit.weight_bytes / 1e9, limit.weight_bytes / limit.reads / 1e9, "GB"
-        what = f"reads {work:.3g} GB of weights a {'token' if limit.tokens == 1 else 'pass'}"
+        rate = scaled(limit.weight_bytes / limit.reads, "B/s")
+        what = f"reads {scaled(limit.weight_bytes, 'B')} of weights a {'token' if limit.tokens == 1 else 'pass'}"
     else:
-        work, rate, unit = limit.flops / limit.tokens / 1e9, limit.flops / limit.computes / 1e9, "GFLOP"
-        what = f"computes {work:.3g} GFLOP a token"
+        rate = scaled(limit.flops / limit.computes, "FLOP/s")
+        what = f"computes {scaled(limit.flops / limit.tokens, 'FLOP')} a token"
     share = limit.reached / limit.tokens_per_second
-    verdict = f"{limit.by} bound it" if share >= 0.5 else "overheads (attention, sampling, dispatch) take the rest"
-    if share > 1.05:
-        verdict = "above 100 %: much of the weights stays in the processor's caches"
+    verdict = f"{limit.by} bound it"
+    if share < 0.5:
+        verdict = "the rest is attention, sampling and dispatch"
+    elif share > 1.05:
+        verdict = "more than all: much of the weights stays in the processor's caches"
     return (
-        f"{part} {what}: {rate:,.3g} {unit}/s, measured here, allow {limit.tokens_per_second:,.4g} tokens/s; "
-        f"{share:.0%} reached: {verdict}."
+        f"{part} {what}: {rate}, measured here, allow {limit.tokens_per_second:,.1f} tokens/s; "
+        f"{100 * share:.1f} % reached: {verdict}."
     )

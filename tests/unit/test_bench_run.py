@@ -199,7 +199,7 @@ def test_lengths_beyond_the_context_are_refused_with_the_numbers(plan: Plan, fla
 
 @pytest.mark.parametrize(
     ("reached", "verdict"),
-    [(2.0, "memory reads bound it"), (0.5, "overheads"), (9.0, "caches")],
+    [(2.0, "memory reads bound it"), (0.5, "attention, sampling"), (9.0, "caches")],
 )
 def test_the_closing_line_says_what_bounds_a_rate(reached: float, verdict: str) -> None:
     line = bound_line("decode", limit(Ceilings(10e9, 100e9, "float32"), 4 * 10**9, 10**9, 1, reached))
