@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 import tracemalloc
 from pathlib import Path
@@ -86,6 +87,23 @@ def test_a_slice_reads_and_counts_only_its_bytes(tmp_path: Path) -> None:
     assert columns.is_contiguous()
     assert ours.bytes_read == 2 * 8 * 2 + 6 * 3 * 2
     assert rows.data_ptr() == ours.read("w").data_ptr() + 16  # a view of the mapping, not a copy
+
+
+def test_a_file_larger_than_memory_is_mapped_and_a_slice_of_it_read(tmp_path: Path) -> None:
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    rows = 3 * memory // 4096
+    head = wf.safetensors({"w": entry("U8", [rows, 4096], [0, rows * 4096])})
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.write(head)
+        try:
+            file.truncate(len(head) + rows * 4096)
+        except OSError as error:
+            pytest.skip(f"no sparse file of {rows * 4096:,} bytes here: {error.strerror}")
+        file.seek(len(head) + (rows - 1) * 4096)
+        file.write(b"\x07" * 4096)
+    ours = open_safetensors(tmp_path)
+    assert ours.read("w", {0: (rows - 1, rows)}).unique().tolist() == [7]
+    assert ours.bytes_read == 4096
 
 
 def shards(folder: Path, **changed: Any) -> None:
