@@ -54,6 +54,7 @@ class ChatTemplate:
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
+        /,
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
@@ -125,7 +126,8 @@ def _plain_message(message: Any, n: int) -> dict[str, Any]:
     plain = {str(key): _plain(value) for key, value in message.items() if value is not None}
     if "content" in plain:
         plain["content"] = _content(plain["content"], where)
-    for call in plain.get("tool_calls") or []:
+    calls = plain.get("tool_calls") or []
+    for call in calls if isinstance(calls, list) else [calls]:
         _parse_arguments(call, where)
     return plain
 

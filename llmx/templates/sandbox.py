@@ -93,9 +93,10 @@ class Environment(ImmutableSandboxedEnvironment):
         """Every call that a template makes: a macro, a method, a global. (A keyword may well be named `self`.)"""
         meter = _meter(__context)
         meter.tick()
-        owner = getattr(__obj, "__self__", None)
+        method = getattr(__obj, "__wrapped__", __obj)  # the sandbox wraps str.format
+        owner = getattr(method, "__self__", None)
         if isinstance(owner, str):
-            _check_text(getattr(__obj, "__name__", ""), owner, [*args, *kwargs.values()])
+            _check_text(getattr(method, "__name__", ""), owner, [*args, *kwargs.values()])
         return meter.made(super().call(__context, __obj, *args, **kwargs))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
