@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -35,6 +37,14 @@ def block_bytes(specs: Sequence[LayerSpec], window: int | None, size: int, dtype
     return values * dtype.itemsize
 
 
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """On the CPU memory that is taken only where something is written: torch.zeros would touch all of it."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    untouched = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
+    return torch.from_numpy(untouched).view(dtype).view(shape)
+
+
 class Cache:
     """Layers [0, target) are the target's, the rest a drafter's. Layers with the same free rule share a block table.
 
@@ -58,8 +68,8 @@ class Cache:
         self.windows = windows_of(specs)
         self.group = [self.windows.index(spec.window) for spec in specs]
         shapes = [(s.kv_heads, blocks[g], size, s.head_dim) for s, g in zip(specs, self.group, strict=True)]
-        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
-        self.values = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
+        self.keys = [_zeros(shape, dtype, device) for shape in shapes]
+        self.values = [_zeros(shape, dtype, device) for shape in shapes]
         self.taps = torch.zeros(blocks[0], tap_dim, dtype=dtype, device=device)
         if poison:
             for pool in (*self.keys, *self.values):
