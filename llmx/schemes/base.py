@@ -187,8 +187,8 @@ class Case:
     """A model that the conformance test stores in this scheme. `kind`: that of the tensor that holds the weights.
 
     Its attention has `heads` heads, `head_dim` wide; its MLP is `inner` wide; both are cut for 1, 2 and 3 ranks.
-    `error` is the largest root mean square error of packing, relative to the weights' own (0: exact). `stacked`: whether
-    the weights of several experts may be stored as one tensor.
+    `error`: largest root mean square error of packing, relative to the weights' own (0: exact). `stacked`: whether the
+    weights of several experts may be stored as one tensor.
     """
 
     kind: str

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from llmx.errors import UsageError
 from llmx.formats.checkpoint import Checkpoint
+from llmx.formats.hub import Located
 from llmx.kernels import Kernels
 from llmx.layers.linear import Linear
 from llmx.layers.weights import Part, Weights
@@ -215,6 +216,18 @@ def test_a_split_inside_a_block_is_refused(tmp_path: Path) -> None:
     assert "multiple of 32" in str(caught.value.hint)
 
 
+def test_off_the_cpu_weights_are_unpacked_to_the_compute_dtype(tmp_path: Path) -> None:
+    packed = schemes()["gguf_q4_1"].pack(randn(96, 64), "Q4_1")["weight"]
+    checkpoint = write(tmp_path, {"a.weight": packed, "a.bias": randn(96)}, {"a.weight": "Q4_1"})
+    meta = torch.device("meta")  # stands in for a GPU: only dtypes and shapes are seen
+    weights = CheckpointWeights(checkpoint, AsStored(), Shard(), torch.bfloat16, meta, KERNELS)
+    layer = weights.column([Part("a", 96)], 64)
+    assert (matrix(layer).dtype, matrix(layer).shape) == (torch.bfloat16, (96, 64))
+    assert bias(layer).dtype == torch.bfloat16
+    got = layer(torch.empty(3, 64, dtype=torch.bfloat16, device=meta))
+    assert (got.dtype, got.shape, got.device) == (torch.bfloat16, (3, 96), meta)
+
+
 def build(weights: Weights) -> list[Tensor]:
     layers = [weights.column([Part("q", 24, 6), Part("k", 12, 3)], 32), weights.row("o", 16, 24, 6)]
     return [matrix(layer) for layer in layers] + [weights.vector("n", 32)]
@@ -261,36 +274,39 @@ def test_random_weights_look_normal_and_count_like_a_checkpoint() -> None:
 
 
 def test_the_demo_model_loads_whole_and_as_the_gguf_package_reads_it(demo: Path) -> None:
-    from llmx.formats.hub import Located
-
     opened = open_model(Located("gguf", demo, "demo", True))
     weights = load(opened.checkpoint, names=opened.names)
     config = opened.config
-    oracle = {
-        t.name: torch.from_numpy(gguf.dequantize(t.data, t.tensor_type).copy()) for t in gguf.GGUFReader(demo).tensors
-    }
+    tensors = {t.name: t for t in gguf.GGUFReader(demo).tensors}
+
+    def oracle(name: str) -> Tensor:
+        tensor = tensors[f"{name}.weight"]
+        return torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type).copy())
+
     table = weights.embedding("model.embed_tokens", config.vocab, config.hidden)
     ids = torch.tensor([0, 17, config.vocab - 1])
-    assert torch.equal(table(ids), oracle["token_embd.weight"][ids])
+    assert torch.equal(table(ids), oracle("token_embd")[ids])
     for i in range(config.layers):
         name, blk = f"model.layers.{i}", f"blk.{i}"
         heads = {"q": config.heads, "k": config.kv_heads, "v": config.kv_heads}
         parts = [Part(f"{name}.self_attn.{p}_proj", n * config.head_dim, n) for p, n in heads.items()]
-        qkv = matrix(weights.column(parts, config.hidden))
-        q, k, v = qkv.split([part.n_out for part in parts])
-        assert torch.equal(as_llama_cpp_stores(q, config.heads), oracle[f"{blk}.attn_q.weight"])
-        assert torch.equal(as_llama_cpp_stores(k, config.kv_heads), oracle[f"{blk}.attn_k.weight"])
-        assert torch.equal(v, oracle[f"{blk}.attn_v.weight"])
+        qkv = weights.column(parts, config.hidden)
         out = weights.row(f"{name}.self_attn.o_proj", config.hidden, config.heads * config.head_dim, config.heads)
-        assert torch.equal(matrix(out), oracle[f"{blk}.attn_output.weight"])
         mlp = weights.column([Part(f"{name}.mlp.{p}_proj", config.inner) for p in ("gate", "up")], config.hidden)
-        assert torch.equal(matrix(mlp), torch.cat([oracle[f"{blk}.ffn_gate.weight"], oracle[f"{blk}.ffn_up.weight"]]))
         down = weights.row(f"{name}.mlp.down_proj", config.hidden, config.inner)
-        assert torch.equal(matrix(down), oracle[f"{blk}.ffn_down.weight"])
         norms = [weights.vector(f"{name}.{p}_layernorm", config.hidden) for p in ("input", "post_attention")]
-        assert torch.equal(norms[0], oracle[f"{blk}.attn_norm.weight"])
-        assert torch.equal(norms[1], oracle[f"{blk}.ffn_norm.weight"])
-    assert torch.equal(weights.vector("model.norm", config.hidden), oracle["output_norm.weight"])
+        if i not in (0, config.layers - 1):
+            continue
+        q, k, v = matrix(qkv).split([part.n_out for part in parts])
+        assert torch.equal(as_llama_cpp_stores(q, config.heads), oracle(f"{blk}.attn_q"))
+        assert torch.equal(as_llama_cpp_stores(k, config.kv_heads), oracle(f"{blk}.attn_k"))
+        assert torch.equal(v, oracle(f"{blk}.attn_v"))
+        assert torch.equal(matrix(out), oracle(f"{blk}.attn_output"))
+        assert torch.equal(matrix(mlp), torch.cat([oracle(f"{blk}.ffn_gate"), oracle(f"{blk}.ffn_up")]))
+        assert torch.equal(matrix(down), oracle(f"{blk}.ffn_down"))
+        assert torch.equal(norms[0], oracle(f"{blk}.attn_norm"))
+        assert torch.equal(norms[1], oracle(f"{blk}.ffn_norm"))
+    assert torch.equal(weights.vector("model.norm", config.hidden), oracle("output_norm"))
     weights.head("lm_head", config.vocab, config.hidden, tied_to="model.embed_tokens")
     assert weights.unused() == ()
     assert weights.parameters == 134_515_008
