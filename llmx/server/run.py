@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
 import signal
 import socket
@@ -57,6 +58,7 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.stopped_by is not None:
+            logging.disable()  # what follows cuts every request off; uvicorn would log each as a failure
             raise KeyboardInterrupt
         self.stopped_by = sig
         self.should_exit = True

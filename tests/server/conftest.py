@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 from openai import OpenAI
-from server.model import build
+from server.model import SAYING, build
 from server.running import Running, running
+from tokenizers import pre_tokenizers
 
 from llmx.llm import LLM
 
@@ -34,3 +35,16 @@ def server(llm: LLM) -> Iterator[Running]:
 def client(server: Running) -> Iterator[OpenAI]:
     with OpenAI(base_url=server.url, api_key="none", max_retries=0) as client:
         yield client
+
+
+@pytest.fixture(scope="session")
+def parrot(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """Serves a model that says `SAYING` again and again, a byte per token."""
+    shown = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(SAYING)[0][0]
+    assert len(set(shown)) == len(shown) == len(SAYING.encode())
+    folder = build(tmp_path_factory.mktemp("models") / "parrot", dict(zip(shown, shown[1:] + shown[0], strict=True)))
+    with (
+        LLM(str(folder), dtype="float32", device="cpu", threads=1, kv_cache_bytes=2**20) as llm,
+        running(llm) as server,
+    ):
+        yield server

@@ -17,6 +17,8 @@ TEXT = [
 ]
 CONTEXT = 256
 HIDDEN = 64
+# No byte twice, so that each can have one successor: an emoji of four bytes, a letter of two, an ideograph of three.
+SAYING = "🫠ď客"
 
 
 def build(folder: Path, successors: Mapping[str, str] | None = None) -> Path:

@@ -2,31 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from server.model import build
-from server.running import Running, running
-from tokenizers import pre_tokenizers
+from server.model import SAYING
+from server.running import Running
 
 from llmx.llm import LLM
-
-# No byte twice, so that each can have one successor: an emoji of four bytes, a letter of two, an ideograph of three.
-SAYING = "🫠ď客"
-
-
-@pytest.fixture(scope="module")
-def parrot(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """Serves a model that says `SAYING` again and again, a byte per token."""
-    shown = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(SAYING)[0][0]
-    assert len(set(shown)) == len(shown) == len(SAYING.encode())
-    folder = build(tmp_path_factory.mktemp("models") / "parrot", dict(zip(shown, shown[1:] + shown[0], strict=True)))
-    with (
-        LLM(str(folder), dtype="float32", device="cpu", threads=1, kv_cache_bytes=2**20) as llm,
-        running(llm) as server,
-    ):
-        yield server
 
 
 def say(parrot: Running, count: int, **more: Any) -> dict[str, Any]:
