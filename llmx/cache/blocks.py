@@ -196,8 +196,12 @@ class BlockManager:
         sequence.tables, sequence.computed, sequence.published = [], 0, 0
 
     def waste(self, sequence: Sequence) -> int:
-        """Slots of the first group that this sequence holds and no token of it needs yet."""
-        return len(sequence.tables[0]) * self.size - len(sequence.tokens) if sequence.tables else 0
+        """Slots of the first group that this sequence holds and no token of it needs yet.
+
+        Its newest token has a slot before it has KV; the rest of a prompt on its way in chunks has none.
+        """
+        live = min(len(sequence.tokens), sequence.computed + 1)
+        return len(sequence.tables[0]) * self.size - live if sequence.tables else 0
 
     def check(self, sequences: Iterable[Sequence] = ()) -> None:
         """Assert that the books balance: for tests, and for the engine when it goes idle."""

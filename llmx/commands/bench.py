@@ -100,7 +100,8 @@ def destination(asked: Path | None, model: str, started: datetime) -> Path | Non
         return None
     stem = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(model).name or "model")
     path = asked or Path(f"llmx-bench-{stem}-{started:%Y%m%dT%H%M%SZ}.json")
-    if path.is_dir() or not os.access(path.absolute().parent, os.W_OK):
+    folder = path.absolute().parent
+    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
         raise UsageError(f"The report can't be written to {path}.", hint="Give a path with --json, or - for stdout.")
     return path
 
