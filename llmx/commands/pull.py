@@ -8,13 +8,14 @@ import typer
 
 from llmx.commands.options import DEMO
 from llmx.commands.ready import progress
-from llmx.formats import hub
 
 
 def pull(
     model: Annotated[str, typer.Argument(help="`demo`, or a model that is there already.", metavar="[MODEL]")] = DEMO,
 ) -> None:
     """Fetch a model into the cache and print its path."""
+    from llmx.formats import hub
+
     with progress(f"fetching {model}") as tell:
         located = hub.pull(model, tell)
     typer.echo(str(located.path))
