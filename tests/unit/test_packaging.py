@@ -93,6 +93,16 @@ def test_pytest_runs_from(where, how, tmp_path):
     assert "1 passed" in done.stdout, done.stdout + done.stderr
 
 
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def test_another_index_is_for_torch_alone():
+    url = "https://example.org/whl"
+    told = run("make", "--dry-run", "--always-make", f"TORCH_INDEX={url}").stdout.splitlines()
+    (line,) = [line for line in told if url in line]
+    assert line.endswith(f"--index-url {url} torch")
+    assert len([line for line in told if "pip" in line.split()]) >= 3
+    assert "--index-url" not in run("make", "--dry-run", "--always-make").stdout
+
+
 # ---- the name `kernels` ----------------------------------------------------------------------------------
 
 
