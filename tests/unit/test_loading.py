@@ -64,6 +64,14 @@ def test_interleaved_rows_come_back_in_order_on_every_rank(size: int, tmp_path: 
         assert torch.equal(bias(linear), torch.cat([b.chunk(size)[rank], torch.zeros(16)]))
 
 
+def test_four_ranks_share_two_key_heads_as_their_query_heads_need_them(tmp_path: Path) -> None:
+    q, k = randn(8 * 4, 32), randn(2 * 4, 32, seed=1)
+    checkpoint = write(tmp_path, {"q.weight": q, "k.weight": k})
+    for rank, key_head in enumerate((0, 0, 1, 1)):
+        linear = load(checkpoint, rank=rank, size=4).column([Part("q", 32, 8), Part("k", 8, 2)], 32)
+        assert torch.equal(matrix(linear), torch.cat([q.chunk(4)[rank], k.chunk(2)[key_head]]))
+
+
 def test_a_row_split_linear_has_its_bias_on_rank_0_alone(tmp_path: Path) -> None:
     weight, b = randn(10, 64), randn(10, seed=1)
     checkpoint = write(tmp_path, {"o.weight": weight, "o.bias": b})
