@@ -77,12 +77,13 @@ def test_the_first_complete_stop_string_cuts_the_text_wherever_tokens_end(letter
     assert stopped > 300
 
 
-def test_no_beginning_of_a_stop_string_is_shown_and_nothing_else_is_held_back(letters) -> None:
+@pytest.mark.parametrize("min_tokens", [0, 8])
+def test_no_beginning_of_a_stop_string_is_shown_and_nothing_else_is_held_back(letters, min_tokens) -> None:
     rng = random.Random(5)
     for _ in range(500):
         ids = [rng.randrange(len(WORDS)) for _ in range(10)]
-        stops = ["".join(rng.choices("abc", k=rng.randrange(3, 9))) for _ in range(3)]
-        detokenizer = Detokenizer(letters, (), SamplingParams(stop=tuple(stops)))
+        stops = ["".join(rng.choices("abc", k=rng.randrange(2, 9))) for _ in range(3)]
+        detokenizer = Detokenizer(letters, (), SamplingParams(stop=tuple(stops), min_tokens=min_tokens))
         text = ""
         for token_id in ids:
             detokenizer.push(token_id)

@@ -36,6 +36,7 @@ LLAMA2 = """{% if messages[0]['role'] == 'system' %}
 {{- ' '  + content.strip() + ' ' + eos_token -}}
     {% endif %}
 {% endfor %}"""
+TRIMMED = "{% for message in messages %}[{{ message.role }}]{{ message.content | trim }}<|eot_id|>{% endfor %}"
 TOOLS = """{{- bos_token }}
 {%- set ns = namespace(found=false, text='') %}
 {%- macro line(name, value='') -%}
@@ -100,7 +101,7 @@ def test_the_answer_is_begun_unless_told_otherwise() -> None:
     assert not template.render(TALK, add_generation_prompt=False).endswith("assistant\n")
 
 
-@pytest.mark.parametrize("source", [CHATML, LLAMA2], ids=["chatml", "llama 2"])
+@pytest.mark.parametrize("source", [CHATML, LLAMA2, TRIMMED], ids=["chatml", "llama 2", "trimmed"])
 @pytest.mark.parametrize("content", ["Sure, here is", "Sure, \n", "", " x "])
 def test_the_final_message_is_left_open_as_in_transformers(source, content) -> None:
     talk = [*TALK, {"role": "assistant", "content": content}]

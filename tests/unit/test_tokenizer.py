@@ -149,6 +149,15 @@ def test_the_space_at_a_texts_beginning_is_kept_where_a_prompt_comes_before(llam
     assert "".join(streamed(llama2, llama2.encode("it", add_special=False), (1,))) == "it"  # BOS alone is no text
 
 
+def test_as_many_leading_spaces_are_stripped_as_the_decoder_says(tmp_path) -> None:
+    backend = samples.llama2()
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 2, 0)]
+    backend.decoder = decoders.Sequence(steps)
+    ours = load_tokenizer(samples.save(backend, tmp_path))
+    for text in ("a", " a", "   a b", "     "):
+        assert ours.decode(ours.encode(text)) == backend.decode(backend.encode(text).ids)
+
+
 def test_a_stream_reads_only_the_ends_of_a_long_prompt(llama2) -> None:
     class Counted(tuple[int, ...]):
         reads = 0
