@@ -97,7 +97,8 @@ class _Loader(ABC):
         """See Weights.column. UsageError if the heads can't be divided among the ranks."""
         pieces = []
         for part in parts:
-            span = self._share(part.name, part.n_out, part.heads, replicate=True)
+            share = self._share(part.name, part.n_out, part.heads, replicate=True)
+            span = Span(part.first + share.low, part.first + share.high, part.total or part.n_out)
             pieces.append(self._piece(part.name, {Kind.OUT: span, Kind.IN: Span(0, n_in, n_in)}))
         return self._linear(pieces, n_in)
 

@@ -3,6 +3,8 @@
 KERNELS: dict[str, str] = {
     "add_rms_norm": "norm:add_rms_norm",
     "attention": "attention:attention",
+    "gelu_mul": "activation:gelu_mul",
+    "gelu_tanh_mul": "activation:gelu_tanh_mul",
     "linear": "linear:linear",
     "philox_uniform": "random:philox_uniform",
     "plan_attention": "attention:plan_attention",

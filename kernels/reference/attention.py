@@ -99,22 +99,36 @@ def _private(batch: Any, table: Tensor, rows: Tensor, tokens: Tensor, slots: int
 
 
 def attention(
-    q: Tensor, keys: Tensor, values: Tensor, plan: list[Bucket], scale: float, window: int | None = None, first: int = 0
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    plan: list[Bucket],
+    scale: float,
+    window: int | None = None,
+    first: int = 0,
+    cap: float = 0.0,
 ) -> Tensor:
     """q (tokens, heads, head_dim); keys, values (kv_heads, blocks, size, head_dim) -> (tokens, heads, head_dim) in q's dtype.
 
     A query at position p sees keys j with first <= j <= p and, with a window w, j > p - w. Computed in f32. A query
-    that sees nothing gives zeros.
+    that sees nothing gives zeros. cap: scores become cap * tanh(score / cap) (Gemma 2); 0: they don't.
     """
     out = torch.empty_like(q)
     for bucket in plan:
-        found = _attend(q, keys, values, bucket, scale, window, first)  # (U, C, heads, head_dim)
+        found = _attend(q, keys, values, bucket, scale, window, first, cap)  # (U, C, heads, head_dim)
         out.index_copy_(0, bucket.tokens, found.flatten(0, 1)[bucket.write].to(q.dtype))
     return out
 
 
 def _attend(
-    q: Tensor, keys: Tensor, values: Tensor, bucket: Bucket, scale: float, window: int | None, first: int
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    bucket: Bucket,
+    scale: float,
+    window: int | None,
+    first: int,
+    cap: float,
 ) -> Tensor:
     (units, width), (heads, head_dim), kv_heads = bucket.queries.shape, q.shape[1:], keys.shape[0]
     group = heads // kv_heads
@@ -134,7 +148,11 @@ def _attend(
         # No query of the unit sees it: it may hold anything, also what another request overflowed to.
         nobody = ~see.any(1)[None, :, :, None]
         k, v = (_gather(pool, bucket, live, tile) for pool in (keys, values))
-        scores = torch.bmm(query[:, :live].flatten(0, 1), k.flatten(0, 1).transpose(1, 2)).unflatten(0, (kv_heads, live))
+        scores = torch.bmm(query[:, :live].flatten(0, 1), k.flatten(0, 1).transpose(1, 2)).unflatten(
+            0, (kv_heads, live)
+        )
+        if cap:
+            scores = torch.tanh(scores / cap) * cap
         scores.masked_fill_(~see, -torch.inf)
         highest = torch.maximum(best[:, :live], scores.amax(-1, keepdim=True))
         weights = torch.exp(scores.sub_(highest))

@@ -14,15 +14,23 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rope_and_write(
-    qkv: Tensor, heads: int, keys: Tensor, values: Tensor, slots: Tensor, cos: Tensor, sin: Tensor
+    qkv: Tensor,
+    heads: int,
+    keys: Tensor,
+    values: Tensor,
+    slots: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
 ) -> Tensor:
-    """Rotate q and k, store k and v, return q.
+    """Rotate q and k (not where cos and sin are None), store k and v, return q.
 
     qkv (rows, (heads + 2 * kv_heads) * head_dim); keys, values (kv_heads, blocks, size, head_dim); slots (rows,) physical;
     -> q (rows, heads, head_dim) in qkv's dtype.
     """
     kv_heads, head_dim = keys.shape[0], keys.shape[-1]
     q, k, v = qkv.unflatten(-1, (-1, head_dim)).split([heads, kv_heads, kv_heads], 1)
-    for pool, new in ((keys, rotate(k, cos, sin)), (values, v)):
+    if cos is not None and sin is not None:
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+    for pool, new in ((keys, k), (values, v)):
         pool.view(kv_heads, -1, head_dim).index_copy_(1, slots, new.transpose(0, 1).to(pool.dtype))
-    return rotate(q, cos, sin)
+    return q

@@ -9,11 +9,11 @@ from llmx.layers.linear import Linear
 
 
 class GatedMLP:
-    """down(silu(gate(x)) * up(x)), gate and up fused."""
+    """down(activation(gate(x)) * up(x)), gate and up fused. activation: "silu", "gelu" or "gelu_tanh"."""
 
-    def __init__(self, gate_up: Linear, down: Linear, kernels: Kernels) -> None:
+    def __init__(self, gate_up: Linear, down: Linear, activation: str, kernels: Kernels) -> None:
         self.gate_up, self.down = gate_up, down
-        self._activate = kernels.get("silu_mul")
+        self._activate = kernels.get(f"{activation}_mul")
 
     def __call__(self, x: Tensor) -> Tensor:
         """(rows, hidden) -> (rows, hidden)"""

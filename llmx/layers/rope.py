@@ -1,4 +1,4 @@
-"""Rotary embedding tables: default and Llama 3's scaling, from either style of Hugging Face config or from GGUF."""
+"""Rotary embedding tables: every scaling rule that open models use, from either style of Hugging Face config."""
 
 from __future__ import annotations
 
@@ -8,46 +8,179 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from llmx.errors import UsageError
+from llmx.formats.fields import Fields
+
+KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """`kind`: "default", "linear" or "llama3". `rotated`: dimensions of a head that turn. `divisors`: per frequency, if stored."""
+    """How positions turn a head's first `rotated` dimensions.
+
+    `kind`: one of KINDS. `original`: positions that the model was first trained on. `magnitude` scales cos and sin (yarn,
+    longrope). `divisors` divide the frequencies, one each (GGUF's rope_freqs); `long_divisors` take their place when the
+    served context is longer than `original` (longrope).
+    """
 
     theta: float
     rotated: int
     kind: str = "default"
     factor: float = 1.0
+    original: int = 8192
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
-    original_max_position: int = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    magnitude: float = 1.0
     divisors: tuple[float, ...] = ()
+    long_divisors: tuple[float, ...] = ()
 
 
-def frequencies(config: RopeConfig) -> Tensor:
-    """(rotated / 2,) f64 angles per position. The llama3 rule is that of Llama 3.1's release (a smooth step between the
-    frequencies that are kept and those divided by `factor`)."""
+def frequencies(config: RopeConfig, length: int) -> Tensor:
+    """(rotated / 2,) f64: angle per position, for a served context of `length`.
+
+    linear: Chen et al. 2023. llama3: the rule of Llama 3.1's release. yarn: Peng et al. 2023. longrope: Ding et al. 2024.
+    dynamic (NTK-aware): where transformers follows the text's length, the served context decides here once, and so does
+    it between longrope's two lists: a text must not depend on how it was cut into chunks.
+    """
     exponent = torch.arange(0, config.rotated, 2, dtype=torch.float64) / config.rotated
-    inverse = config.theta**-exponent
-    if config.divisors:
-        return inverse / torch.tensor(config.divisors, dtype=torch.float64)
+    theta = config.theta
+    if config.kind == "dynamic" and length > config.original:
+        stretch = config.factor * length / config.original - (config.factor - 1)
+        theta = theta * stretch ** (config.rotated / (config.rotated - 2))
+    inverse = theta**-exponent
+    divisors = config.long_divisors if config.long_divisors and length > config.original else config.divisors
+    if divisors:
+        inverse = inverse / torch.tensor(divisors, dtype=torch.float64)
     if config.kind == "linear":
         return inverse / config.factor
     if config.kind == "llama3":
         wavelength = 2 * math.pi / inverse
         low, high = config.low_freq_factor, config.high_freq_factor
-        smooth = ((config.original_max_position / wavelength - low) / (high - low)).clamp(0, 1)
+        smooth = ((config.original / wavelength - low) / (high - low)).clamp(0, 1)
         return inverse * (smooth + (1 - smooth) / config.factor)
+    if config.kind == "yarn":
+        keep = 1 - _yarn_ramp(config)
+        return inverse * (keep + (1 - keep) / config.factor)
     return inverse
+
+
+def _yarn_ramp(config: RopeConfig) -> Tensor:
+    """0 where a frequency turns often enough in the original context to be kept, 1 where it is interpolated."""
+
+    def dimension(turns: float) -> float:
+        return config.rotated * math.log(config.original / (turns * 2 * math.pi)) / (2 * math.log(config.theta))
+
+    low, high = dimension(config.beta_fast), dimension(config.beta_slow)
+    if config.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, config.rotated - 1)
+    span = high - low if high != low else 0.001
+    return ((torch.arange(config.rotated // 2, dtype=torch.float64) - low) / span).clamp(0, 1)
 
 
 class Rope:
     """cos and sin for every position below `length`: tables (length, rotated / 2) f32 on the device."""
 
     def __init__(self, config: RopeConfig, length: int, device: torch.device) -> None:
-        angles = torch.outer(torch.arange(length, dtype=torch.float64), frequencies(config))
-        self.cos, self.sin = angles.cos().float().to(device), angles.sin().float().to(device)
+        angles = torch.outer(torch.arange(length, dtype=torch.float64), frequencies(config, length))
+        cos, sin = angles.cos() * config.magnitude, angles.sin() * config.magnitude
+        self.cos, self.sin = cos.float().to(device), sin.float().to(device)
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """(rows, rotated / 2) each. Positions past the table (guesses of a step in flight) are clamped: dropped anyway."""
         positions = positions.clamp(max=len(self.cos) - 1)
         return self.cos[positions], self.sin[positions]
+
+
+def rope_from_hf(
+    fields: Fields, head_dim: int, *, theta: float = 10000.0, layer_type: str | None = None, original: int | None = None
+) -> RopeConfig:
+    """From config.json of transformers 4 (rope_theta, rope_scaling) or 5 (rope_parameters, perhaps by `layer_type`).
+
+    `theta`, `original`: the family's defaults. UsageError for a rule that is not built or a value out of range.
+    """
+    position = fields.integer("max_position_embeddings", 2048, low=1)
+    scaling = fields.section("rope_parameters", None) or fields.section("rope_scaling", None)
+    theta = fields.number("rope_theta", theta, low=1)
+    partial = fields.number("partial_rotary_factor", 1.0, low=0, high=1)
+    if scaling is not None and layer_type is not None and layer_type in scaling:
+        scaling = scaling.section(layer_type)
+    if scaling is None:
+        return RopeConfig(theta, _rotated(head_dim, partial))
+    theta = scaling.number("rope_theta", theta, low=1)
+    rotated = _rotated(head_dim, scaling.number("partial_rotary_factor", partial, low=0, high=1))
+    kind = scaling.text("rope_type", None) or scaling.text("type", "default")
+    kind = {"su": "longrope"}.get(kind, kind)
+    if kind not in KINDS:
+        raise UsageError(f"{fields.where}: RoPE kind {kind!r} is not built; there are {', '.join(KINDS)}.")
+    original = scaling.integer("original_max_position_embeddings", None, low=1) or original
+    original = fields.integer("original_max_position_embeddings", None, low=1) or original or position
+    plain = RopeConfig(theta, rotated, kind, original=original)
+    return plain if kind == "default" else _scaled(plain, scaling, position, fields.where)
+
+
+def _rotated(head_dim: int, partial: float) -> int:
+    rotated = int(head_dim * partial)
+    if rotated < 2 or rotated % 2:
+        raise UsageError(f"Rotary embedding can't turn {rotated} of {head_dim} dimensions; it needs an even number.")
+    return rotated
+
+
+def _scaled(plain: RopeConfig, scaling: Fields, position: int, where: str) -> RopeConfig:
+    """The rules other than "default"."""
+    factor = scaling.number("factor", None, low=1)
+    if factor is None:
+        if plain.kind not in ("yarn", "longrope"):
+            raise UsageError(f"{where}: rope_scaling.factor is missing; {plain.kind} needs it.")
+        factor = position / plain.original
+    made = RopeConfig(plain.theta, plain.rotated, plain.kind, factor, plain.original)
+    match plain.kind:
+        case "dynamic":
+            return RopeConfig(plain.theta, plain.rotated, plain.kind, factor, position)
+        case "llama3":
+            low, high = scaling.number("low_freq_factor", 1.0, low=0), scaling.number("high_freq_factor", 4.0, low=0)
+            if low >= high:
+                raise UsageError(f"{where}: low_freq_factor {low} must lie below high_freq_factor {high}.")
+            return RopeConfig(plain.theta, plain.rotated, plain.kind, factor, plain.original, low, high)
+        case "yarn":
+            return RopeConfig(
+                plain.theta,
+                plain.rotated,
+                plain.kind,
+                factor,
+                plain.original,
+                beta_fast=scaling.number("beta_fast", 32.0, low=0),
+                beta_slow=scaling.number("beta_slow", 1.0, low=0),
+                truncate=scaling.boolean("truncate", True),
+                magnitude=_yarn_magnitude(scaling, factor),
+            )
+        case "longrope":
+            return _longrope(plain, scaling, factor, where)
+    return made
+
+
+def _yarn_magnitude(scaling: Fields, factor: float) -> float:
+    def scale(by: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * by * math.log(factor) + 1.0
+
+    if (given := scaling.number("attention_factor", None)) is not None:
+        return given
+    above, below = scaling.number("mscale", 0.0), scaling.number("mscale_all_dim", 0.0)
+    return scale(above) / scale(below) if above and below else scale(1.0)
+
+
+def _longrope(plain: RopeConfig, scaling: Fields, factor: float, where: str) -> RopeConfig:
+    short, long = scaling.numbers("short_factor"), scaling.numbers("long_factor")
+    for name, listed in (("short_factor", short), ("long_factor", long)):
+        if len(listed) != plain.rotated // 2 or min(listed) <= 0:
+            raise UsageError(f"{where}: {name} must hold {plain.rotated // 2} positive numbers, not {len(listed)}.")
+    magnitude = scaling.number("attention_factor", None)
+    if magnitude is None:
+        magnitude = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(plain.original))
+    return RopeConfig(
+        plain.theta, plain.rotated, plain.kind, factor, plain.original,
+        magnitude=magnitude, divisors=short, long_divisors=long,
+    )  # fmt: skip

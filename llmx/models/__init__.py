@@ -64,9 +64,7 @@ def _open_folder(located: Located) -> Opened:
     family = _family("ARCHITECTURES", named[0] if named else "none", fields.where)
     config = family.Config.from_hf(fields)
     dtype = fields.text("dtype", None) or fields.text("torch_dtype", None)
-    return Opened(
-        family, named[0], config, open_safetensors(located.path), Names({}, {}), fields, dtype
-    )
+    return Opened(family, named[0], config, open_safetensors(located.path), Names({}, {}), fields, dtype)
 
 
 def _open_gguf(located: Located) -> Opened:

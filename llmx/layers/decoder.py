@@ -1,0 +1,209 @@
+"""The decoder that most open models are: embed, layers of attention and MLP, norm, head. What differs is its Shape."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from llmx.batch import Batch
+from llmx.cache.pools import Cache, LayerSpec
+from llmx.errors import UsageError
+from llmx.kernels import Kernels
+from llmx.layers.attention import Attention, Forward
+from llmx.layers.mlp import GatedMLP
+from llmx.layers.norm import RMSNorm
+from llmx.layers.rope import Rope, RopeConfig
+from llmx.layers.weights import Part, Weights
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+SEPARATE = {
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes and variations. Patterns (`windows`, `ropes`) are repeated over the layers.
+
+    windows: how far each layer's attention looks back; None: over all of the text. ropes: the rotary rule of each layer;
+    None: no positions at all (NoPE). placement: "pre" norms (Llama), "sandwich" (Gemma: norms before and after each half)
+    or "post" (OLMo-2: after each half only). qk_norm: "" none, "head" per head (Qwen3), "full" over the projection (OLMo-2).
+    unit_offset: norms multiply by 1 + weight (Gemma). scale: of the attention scores; None: head_dim ** -0.5.
+    attention_cap, logit_cap: tanh soft-caps; 0: none. *_scale: factors on the embeddings, on what a layer adds to the
+    residual, and on the logits (Granite divides: its reciprocal). fused: both halves are stored as one tensor (Phi-3).
+    """
+
+    vocab: int
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    inner: int
+    max_position: int
+    eps: float
+    rope: RopeConfig | None = None
+    tied: bool = False
+    windows: tuple[int | None, ...] = (None,)
+    ropes: tuple[RopeConfig | None, ...] = ()
+    placement: str = "pre"
+    qk_norm: str = ""
+    unit_offset: bool = False
+    activation: str = "silu"
+    scale: float | None = None
+    attention_cap: float = 0.0
+    logit_cap: float = 0.0
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
+    fused: bool = False
+    norms: Mapping[str, str] = field(default_factory=dict)  # names that differ from Llama's
+
+    def __post_init__(self) -> None:
+        if self.heads % self.kv_heads:
+            raise UsageError(f"{self.heads} attention heads can't share {self.kv_heads} key-value heads evenly.")
+        if self.activation not in ACTIVATIONS:
+            raise UsageError(f"The activation {self.activation!r} is not built; there are {', '.join(ACTIVATIONS)}.")
+        assert self.placement in ("pre", "sandwich", "post") and self.qk_norm in ("", "head", "full")
+
+    def rope_of(self, layer: int) -> RopeConfig | None:
+        return self.ropes[layer % len(self.ropes)] if self.ropes else self.rope
+
+    def specs(self) -> list[LayerSpec]:
+        """The KV of each layer."""
+        windows = (self.windows[i % len(self.windows)] for i in range(self.layers))
+        return [LayerSpec(self.kv_heads, self.head_dim, window) for window in windows]
+
+
+class Block:
+    """One decoder layer."""
+
+    def __init__(self, shape: Shape, index: int, weights: Weights, kernels: Kernels) -> None:
+        self.shape, self.index = shape, index
+        name = f"model.layers.{index}"
+        sandwich, post = shape.placement == "sandwich", shape.placement == "post"
+        self.before_attention = None if post else self._norm("input_layernorm", weights, kernels)
+        self.before_mlp = None
+        if not post:
+            part = "pre_feedforward_layernorm" if sandwich else "post_attention_layernorm"
+            self.before_mlp = self._norm(part, weights, kernels)
+        self.after_attention = self._norm("post_attention_layernorm", weights, kernels) if sandwich or post else None
+        self.after_mlp = self._norm("post_feedforward_layernorm", weights, kernels) if sandwich or post else None
+        self.attention = _attention(shape, index, weights, kernels)
+        parts = [Part(f"{name}.{p}", shape.inner) for p in SEPARATE["gate_up"]]
+        if shape.fused:
+            stored = (f"{name}.mlp.gate_up_proj", 2 * shape.inner)
+            parts = [Part(stored[0], shape.inner, first=i * shape.inner, total=stored[1]) for i in range(2)]
+        gate_up = weights.column(parts, shape.hidden)
+        down = weights.row(f"{name}.mlp.down_proj", shape.hidden, shape.inner)
+        self.mlp = GatedMLP(gate_up, down, shape.activation, kernels)
+
+    def __call__(self, x: Tensor, step: Forward) -> Tensor:
+        """(rows, hidden) -> (rows, hidden)"""
+        added = self.attention(x if self.before_attention is None else self.before_attention(x), step)
+        if self.after_attention is not None:
+            added = self.after_attention(added)
+        added = self._scaled(added)
+        if self.before_mlp is None:
+            x = x + added
+            added = self.mlp(x)
+        else:
+            normed, x = self.before_mlp.add(added, x)
+            added = self.mlp(normed)
+        if self.after_mlp is not None:
+            added = self.after_mlp(added)
+        return self._scaled(added) + x
+
+    def _scaled(self, added: Tensor) -> Tensor:
+        return added if self.shape.residual_scale == 1.0 else added * self.shape.residual_scale
+
+    def _norm(self, part: str, weights: Weights, kernels: Kernels) -> RMSNorm:
+        weight = weights.vector(f"model.layers.{self.index}.{part}", self.shape.hidden)
+        return norm_of(self.shape, weight, kernels)
+
+
+def norm_of(shape: Shape, weight: Tensor, kernels: Kernels) -> RMSNorm:
+    return RMSNorm(weight + 1 if shape.unit_offset else weight, shape.eps, kernels)
+
+
+def _attention(shape: Shape, index: int, weights: Weights, kernels: Kernels) -> Attention:
+    name, dim = f"model.layers.{index}", shape.head_dim
+    heads = (shape.heads, shape.kv_heads, shape.kv_heads)
+    parts = [Part(f"{name}.{p}", n * dim, n) for p, n in zip(SEPARATE["qkv"], heads, strict=True)]
+    if shape.fused:
+        starts = (0, shape.heads * dim, (shape.heads + shape.kv_heads) * dim)
+        stored = f"{name}.self_attn.qkv_proj"
+        parts = [Part(stored, n * dim, n, first, sum(heads) * dim) for n, first in zip(heads, starts, strict=True)]
+    qkv = weights.column(parts, shape.hidden)
+    out = weights.row(f"{name}.self_attn.o_proj", shape.hidden, shape.heads * dim, shape.heads)
+    norms = None
+    if shape.qk_norm:
+        widths = (dim, dim) if shape.qk_norm == "head" else (shape.heads * dim, shape.kv_heads * dim)
+        named = zip(("q_norm", "k_norm"), widths, strict=True)
+        vectors = [weights.vector(f"{name}.self_attn.{part}", width) for part, width in named]
+        norms = (norm_of(shape, vectors[0], kernels), norm_of(shape, vectors[1], kernels))
+    return Attention(
+        qkv,
+        out,
+        index=index,
+        heads=shape.heads,
+        scale=dim**-0.5 if shape.scale is None else shape.scale,
+        cap=shape.attention_cap,
+        rope=shape.rope_of(index),
+        norms=norms,
+        kernels=kernels,
+    )
+
+
+class Decoder:
+    """embed / layers[a:b] / norm / head. `length`: the served context, which the rotary tables cover."""
+
+    def __init__(self, shape: Shape, weights: Weights, kernels: Kernels, *, length: int, device: torch.device) -> None:
+        self.config, self.kernels = shape, kernels
+        self.embedding = weights.embedding("model.embed_tokens", shape.vocab, shape.hidden)
+        rules = {rule for i in range(shape.layers) if (rule := shape.rope_of(i)) is not None}
+        self.ropes = {rule: Rope(rule, length, device) for rule in rules}
+        self.layers = [Block(shape, i, weights, kernels) for i in range(shape.layers)]
+        self.final = norm_of(shape, weights.vector("model.norm", shape.hidden), kernels)
+        self.output = weights.head(
+            "lm_head", shape.vocab, shape.hidden, tied_to="model.embed_tokens" if shape.tied else None
+        )
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """(rows,) -> (rows, hidden)"""
+        x = self.embedding(tokens)
+        if self.config.embedding_scale == 1.0:
+            return x
+        return x * torch.tensor(
+            self.config.embedding_scale, dtype=x.dtype
+        )  # the factor is rounded to the model's dtype
+
+    def norm(self, x: Tensor) -> Tensor:
+        """(rows, hidden) -> (rows, hidden)"""
+        return self.final(x)
+
+    def head(self, x: Tensor) -> Tensor:
+        """(rows, hidden) after the norm -> (rows, vocab) logits, f32"""
+        logits = self.output(x).float()
+        if self.config.logit_scale != 1.0:
+            logits = logits * self.config.logit_scale
+        if self.config.logit_cap:
+            logits = torch.tanh(logits / self.config.logit_cap) * self.config.logit_cap
+        return logits
+
+    def forward(
+        self, batch: Batch, cache: Cache, *, taps: tuple[int, ...] = (), layers: Iterable[int] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Hidden after the norm (T, hidden), and taps (T, len(taps) * hidden): i is layer i's input, -1 the hidden."""
+        turns = {rule: rope.at(batch.positions) for rule, rope in self.ropes.items()}
+        step = Forward(batch, cache, turns)
+        x, seen = self.embed(batch.tokens), {}
+        for i in range(len(self.layers)) if layers is None else layers:
+            seen[i] = x
+            x = self.layers[i](x, step)
+        x = seen[-1] = self.norm(x)
+        return x, torch.cat([seen[i] for i in taps], -1) if taps else x[:, :0]
