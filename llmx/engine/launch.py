@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import signal
 import socket
 import struct
 import subprocess
@@ -161,8 +162,9 @@ class Spawned:
         self.send(Stop())
         with contextlib.suppress(OSError):
             self._channel.socket.close()
-        for end in (lambda: None, self.process.terminate, self.process.kill):
-            end()
+        for number in (None, signal.SIGTERM, signal.SIGKILL):
+            if number is not None:
+                self.process.send_signal(number)
             try:
                 self.process.wait(3.0)
                 return
@@ -172,8 +174,6 @@ class Spawned:
 
 def serve_core(channel: Channel) -> None:
     """The core's own process: load what `Start` names, then step until the front says stop or goes away."""
-    (start,) = channel.receive(None)
-    assert isinstance(start, Start)
     last = 0.0
 
     def progress(done: int, total: int) -> None:
@@ -183,6 +183,8 @@ def serve_core(channel: Channel) -> None:
             channel.send(Progress(done, total))
 
     try:
+        start, *_ = channel.receive(None)  # `Stop` may have come along; then the end of the channel follows
+        assert isinstance(start, Start)
         core = Core.load(start.config, progress)
         channel.send(Ready(core.info))
         while True:
