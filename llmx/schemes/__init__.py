@@ -14,7 +14,7 @@ from llmx.schemes.base import Scheme
 if TYPE_CHECKING:
     from llmx.formats.checkpoint import Stored
 
-HELPERS = frozenset({"base", "blocks"})
+HELPERS = frozenset({"base", "blocks", "grids"})
 
 
 @functools.cache

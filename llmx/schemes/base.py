@@ -186,14 +186,16 @@ class Segment:
 class Case:
     """A model that the conformance test stores in this scheme. `kind`: that of the tensor that holds the weights.
 
-    Its attention has `heads` heads, `head_dim` wide; its MLP is `inner` wide; both are cut for 1, 2 and 3 ranks.
-    `error`: largest root mean square error of packing, relative to the weights' own (0: exact). `stacked`: whether the
-    weights of several experts may be stored as one tensor.
+    Its attention has `heads` heads, `head_dim` wide; its MLP is `inner` wide; both are cut for 1, 2 and 3 ranks, and
+    `hidden`, the width of its state, is not. `error`: largest root mean square error of packing, relative to the
+    weights' own (0: exact); None: this version does not pack `kind`. `stacked`: whether the weights of several experts
+    may be stored as one tensor.
     """
 
     kind: str
-    error: float
+    error: float | None
     stacked: bool = True
+    hidden: int = 192
     heads: int = 6
     head_dim: int = 32
     inner: int = 192
@@ -221,9 +223,9 @@ class Scheme(ABC):
     def unpack(self, tensors: Tensors, dtype: torch.dtype) -> Tensor:
         """The weights, (..., n_out, n_in): this defines the scheme. Computed in float32, then rounded to `dtype`."""
 
-    @abstractmethod
     def pack(self, weight: Tensor, kind: str) -> dict[str, Tensor]:
-        """Float weights (..., n_out, n_in) as stored tensors whose weights have kind `kind`."""
+        """Float weights (..., n_out, n_in) as stored tensors whose weights have kind `kind`. UsageError if it can't."""
+        raise UsageError(f"llmx reads weights stored as {kind}, but has no quantizer that makes them.")
 
     def prepare(self, tensors: Tensors, layout: Layout, dtype: torch.dtype, kernels: KernelTable) -> dict[str, Tensor]:
         """What `apply` runs on: for the reference the unpacked weights; others repack for the kernel they find."""
@@ -245,7 +247,7 @@ class Scheme(ABC):
             return self.unpack(tensors, dtype)
         name, axis = next(iter(rows.items()))
         n_out = tensors[name].shape[axis]
-        step = max(1, CHUNK // max(1, sum(t.numel() for t in tensors.values()) // max(1, n_out)))
+        step = max(1, CHUNK // max(1, _inputs(tensors, layout)))
         if step >= n_out:
             return self.unpack(tensors, dtype)
         result: Tensor | None = None
@@ -257,6 +259,16 @@ class Scheme(ABC):
             result[low : low + piece.shape[0]] = piece
         assert result is not None
         return result
+
+
+def _inputs(tensors: Tensors, layout: Layout) -> int:
+    """Inputs of a linear, as its tensors show them (a last group counted as full)."""
+    return max(
+        tensors[name].shape[i] * axis.features // axis.elements
+        for name, dims in layout.items()
+        for i, axis in enumerate(dims)
+        if isinstance(axis, Axis) and axis.kind is Kind.IN
+    )
 
 
 def row_axes(layout: Layout) -> dict[str, int] | None:

@@ -1,4 +1,7 @@
-"""What GGUF's block types share: each run of 32 inputs of an output is a few bytes, scale first."""
+"""What GGUF's block types share: each run of 32 (or 256) inputs of an output is a few bytes with a scale of their own.
+
+What the types mean: ggml's ggml-common.h (blocks) and ggml-quants.c (dequantize_row_*).
+"""
 
 from __future__ import annotations
 
@@ -15,23 +18,29 @@ from llmx.schemes.base import Axis, Case, Kind, Layout, Scheme, Tensors
 if TYPE_CHECKING:
     from llmx.formats.checkpoint import Stored
 
-SIZE = 32  # weights in a block
-
 
 class BlockScheme(Scheme):
-    """`weight` (n_out, bytes) or (experts, n_out, bytes), uint8: rows of blocks of `block_bytes`."""
+    """`weight` (n_out, bytes) or (experts, n_out, bytes), uint8: rows of blocks, each `size` weights in `block_bytes`.
 
-    kind: str  # GGUF's name of the type
+    `kind`: GGUF's name of the type. `error`: see Case; None for types without `pack_blocks`.
+    """
+
+    kind: str
+    size = 32
     block_bytes: int
-    cases: tuple[Case, ...]
+    error: float | None = None
+
+    def __init__(self) -> None:
+        self.name = self.kind
+        self.cases = (Case(self.kind, self.error, hidden=max(self.size, 192), head_dim=self.size, inner=6 * self.size),)
 
     @abstractmethod
     def unpack_blocks(self, blocks: Tensor) -> Tensor:
-        """Blocks (n, block_bytes), uint8 -> their weights (n, 32), float32, as ggml computes them."""
+        """Blocks (n, block_bytes), uint8 -> their weights (n, size), float32, as ggml computes them."""
 
-    @abstractmethod
     def pack_blocks(self, weights: Tensor) -> Tensor:
-        """Weights (n, 32), float32 -> blocks (n, block_bytes), uint8, as ggml rounds them."""
+        """Weights (n, size), float32 -> blocks (n, block_bytes), uint8, as ggml rounds them."""
+        return super().pack(weights, self.kind)["weight"]  # refuses
 
     def matches(self, stored: Mapping[str, Stored]) -> bool:
         weight = stored.get("weight")
@@ -41,19 +50,19 @@ class BlockScheme(Scheme):
         return stored["weight"].shape
 
     def axes(self, stored: Mapping[str, Stored]) -> Layout:
-        row = Axis(Kind.IN, self.block_bytes, SIZE)
+        row = Axis(Kind.IN, self.block_bytes, self.size)
         return {"weight": (Axis(Kind.EXPERT), Axis(Kind.OUT), row)[-len(stored["weight"].shape) :]}
 
     def unpack(self, tensors: Tensors, dtype: torch.dtype) -> Tensor:
         weight = tensors["weight"]
         values = self.unpack_blocks(weight.reshape(-1, self.block_bytes))
-        return values.reshape(*weight.shape[:-1], weight.shape[-1] // self.block_bytes * SIZE).to(dtype)
+        return values.reshape(*weight.shape[:-1], weight.shape[-1] // self.block_bytes * self.size).to(dtype)
 
     def pack(self, weight: Tensor, kind: str) -> dict[str, Tensor]:
-        if weight.shape[-1] % SIZE:
-            raise UsageError(f"{self.kind} stores {SIZE} inputs together, so {weight.shape[-1]} do not fit.")
-        blocks = self.pack_blocks(weight.float().reshape(-1, SIZE))
-        return {"weight": blocks.reshape(*weight.shape[:-1], weight.shape[-1] // SIZE * self.block_bytes)}
+        if weight.shape[-1] % self.size:
+            raise UsageError(f"{self.kind} stores {self.size} inputs together, so {weight.shape[-1]} do not fit.")
+        blocks = self.pack_blocks(weight.float().reshape(-1, self.size))
+        return {"weight": blocks.reshape(*weight.shape[:-1], weight.shape[-1] // self.size * self.block_bytes)}
 
 
 def halves(blocks: Tensor, offset: int) -> Tensor:
@@ -66,17 +75,55 @@ def half_bytes(values: Tensor) -> Tensor:
     return values.half().view(torch.uint8)
 
 
-def nibbles(packed: Tensor) -> Tensor:
-    """16 bytes a block -> 32 numbers 0..15, float32: the low halves of all bytes, then the high ones."""
-    values = torch.empty(packed.shape[0], SIZE, dtype=torch.float32, device=packed.device)
-    values[:, : SIZE // 2] = packed & 15
-    values[:, SIZE // 2 :] = packed >> 4
-    return values
+def numbers(packed: Tensor, width: int, run: int = 1) -> Tensor:
+    """Bytes (n, m) -> the numbers of `width` bits in them, uint8 (n, m * 8 / width).
+
+    Each `run` bytes hold one number after the other in their lowest bits, then as many in the next higher ones.
+    """
+    shifts = torch.arange(0, 8, width, dtype=torch.uint8, device=packed.device).reshape(-1, 1)
+    n, m = packed.shape
+    parts = packed.reshape(n, m // run, 1, run) >> shifts
+    return parts.bitwise_and_((1 << width) - 1).flatten(1)
 
 
-def pack_nibbles(values: Tensor) -> Tensor:
-    """32 numbers 0..15 a block, uint8 -> 16 bytes."""
-    return values[:, : SIZE // 2] | values[:, SIZE // 2 :] << 4
+def pack_numbers(values: Tensor, width: int, run: int = 1) -> Tensor:
+    """The inverse of `numbers`: uint8 (n, m * 8 / width), each below 2^width -> bytes (n, m)."""
+    each = 8 // width
+    parts = values.reshape(values.shape[0], values.shape[1] // (each * run), each, run)
+    packed = parts[:, :, 0].clone()
+    for index in range(1, each):
+        packed |= parts[:, :, index] << index * width
+    return packed.flatten(1)
+
+
+def words(packed: Tensor, size: int) -> Tensor:
+    """Bytes (n, m) -> the little-endian numbers of `size` bytes in them, int32 (n, m / size); they wrap at 2^31."""
+    parts = packed.reshape(packed.shape[0], packed.shape[1] // size, size).int()
+    result = parts[..., 0].clone()
+    for index in range(1, size):
+        result |= parts[..., index] << 8 * index
+    return result
+
+
+def scaled(values: Tensor, scales: Tensor, minima: Tensor | None = None) -> Tensor:
+    """values (n, size) * scales (n, groups) - minima (n, groups), equal runs; float32 `values` are overwritten."""
+    n, size = values.shape
+    groups = values.float().reshape(n, scales.shape[1], size // scales.shape[1]).mul_(scales[..., None])
+    if minima is not None:
+        groups.sub_(minima[..., None])
+    return groups.flatten(1)
+
+
+def six_bits(packed: Tensor) -> tuple[Tensor, Tensor]:
+    """12 bytes a block -> 8 scales and 8 minima of 6 bits, float32: Q4_K and Q5_K have them alike.
+
+    The first 4 bytes hold a scale and, in their high two bits, those of scale 4 bytes on; the next 4 minima so; the
+    last the low four bits of both.
+    """
+    scales, minima, low = packed.split(4, 1)
+    scales = torch.cat([scales & 63, low & 15 | scales >> 2 & 48], 1)
+    minima = torch.cat([minima & 63, low >> 4 | minima >> 2 & 48], 1)
+    return scales.float(), minima.float()
 
 
 def inverse(scale: Tensor) -> Tensor:

@@ -5,24 +5,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from llmx.schemes.base import Case
-from llmx.schemes.blocks import BlockScheme, half_bytes, halves, inverse, nibbles, pack_nibbles
+from llmx.schemes.blocks import BlockScheme, half_bytes, halves, inverse, numbers, pack_numbers
 
 
 class Q4_0(BlockScheme):
-    name = "Q4_0"
     kind = "Q4_0"
     block_bytes = 18
-    cases = (Case("Q4_0", error=0.12),)
+    error = 0.12
 
     def unpack_blocks(self, blocks: Tensor) -> Tensor:
-        return nibbles(blocks[:, 2:]).sub_(8).mul_(halves(blocks, 0))
+        return numbers(blocks[:, 2:], 4, 16).float().sub_(8).mul_(halves(blocks, 0))
 
     def pack_blocks(self, weights: Tensor) -> Tensor:
         largest = weights.gather(-1, weights.abs().argmax(-1, keepdim=True))
         scale = largest / -8  # so that the largest weight is exactly q = 0
         q = (weights * inverse(scale) + 8.5).trunc().clamp(0, 15)
-        return torch.cat([half_bytes(scale), pack_nibbles(q.to(torch.uint8))], -1)
+        return torch.cat([half_bytes(scale), pack_numbers(q.to(torch.uint8), 4, 16)], -1)
 
 
 SCHEME = Q4_0()

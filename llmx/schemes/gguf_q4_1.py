@@ -5,24 +5,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from llmx.schemes.base import Case
-from llmx.schemes.blocks import BlockScheme, half_bytes, halves, inverse, nibbles, pack_nibbles
+from llmx.schemes.blocks import BlockScheme, half_bytes, halves, inverse, numbers, pack_numbers
 
 
 class Q4_1(BlockScheme):
-    name = "Q4_1"
     kind = "Q4_1"
     block_bytes = 20
-    cases = (Case("Q4_1", error=0.1),)
+    error = 0.1
 
     def unpack_blocks(self, blocks: Tensor) -> Tensor:
-        return nibbles(blocks[:, 4:]).mul_(halves(blocks, 0)).add_(halves(blocks, 2))
+        return numbers(blocks[:, 4:], 4, 16).float().mul_(halves(blocks, 0)).add_(halves(blocks, 2))
 
     def pack_blocks(self, weights: Tensor) -> Tensor:
         low, high = weights.aminmax(dim=-1, keepdim=True)
         scale = torch.div(high - low, torch.full_like(low, 15))
         q = ((weights - low) * inverse(scale) + 0.5).trunc().clamp(0, 15)
-        return torch.cat([half_bytes(scale), half_bytes(low), pack_nibbles(q.to(torch.uint8))], -1)
+        return torch.cat([half_bytes(scale), half_bytes(low), pack_numbers(q.to(torch.uint8), 4, 16)], -1)
 
 
 SCHEME = Q4_1()

@@ -5,15 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from llmx.schemes.base import Case
 from llmx.schemes.blocks import BlockScheme, half_bytes, halves, inverse
 
 
 class Q8_0(BlockScheme):
-    name = "Q8_0"
     kind = "Q8_0"
     block_bytes = 34
-    cases = (Case("Q8_0", error=0.01),)
+    error = 0.01
 
     def unpack_blocks(self, blocks: Tensor) -> Tensor:
         return blocks[:, 2:].view(torch.int8).float().mul_(halves(blocks, 0))

@@ -1,0 +1,23 @@
+"""GGUF Q4_K: 256 numbers q of 4 bits; each 32 have a scale s and a minimum m of 6 bits; a weight is d * s * q - e * m.
+
+Bytes: float16 d and e, 12 of s and m (see six_bits), 128 of q.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from llmx.schemes.blocks import BlockScheme, halves, numbers, scaled, six_bits
+
+
+class Q4_K(BlockScheme):
+    kind = "Q4_K"
+    size = 256
+    block_bytes = 144
+
+    def unpack_blocks(self, blocks: Tensor) -> Tensor:
+        scales, minima = six_bits(blocks[:, 4:16])
+        return scaled(numbers(blocks[:, 16:], 4, 32), scales * halves(blocks, 0), minima * halves(blocks, 2))
+
+
+SCHEME = Q4_K()

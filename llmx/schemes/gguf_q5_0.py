@@ -1,0 +1,27 @@
+"""GGUF Q5_0: float16 scale d, 32 high bits, 32 times 4 low bits of numbers q; a weight is d * (q - 16)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from llmx.schemes.blocks import BlockScheme, half_bytes, halves, inverse, numbers, pack_numbers
+
+
+class Q5_0(BlockScheme):
+    kind = "Q5_0"
+    block_bytes = 22
+    error = 0.06
+
+    def unpack_blocks(self, blocks: Tensor) -> Tensor:
+        q = numbers(blocks[:, 6:], 4, 16) | numbers(blocks[:, 2:6], 1) << 4
+        return q.float().sub_(16).mul_(halves(blocks, 0))
+
+    def pack_blocks(self, weights: Tensor) -> Tensor:
+        largest = weights.gather(-1, weights.abs().argmax(-1, keepdim=True))
+        scale = largest / -16  # so that the largest weight is exactly q = 0
+        q = (weights * inverse(scale) + 16.5).trunc().clamp(0, 31).to(torch.uint8)
+        return torch.cat([half_bytes(scale), pack_numbers(q >> 4, 1), pack_numbers(q & 15, 4, 16)], -1)
+
+
+SCHEME = Q5_0()

@@ -1,0 +1,28 @@
+"""GGUF Q5_1: float16 scale d and minimum m, 32 high bits, 32 times 4 low bits of numbers q; a weight is d * q + m."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from llmx.schemes.blocks import BlockScheme, half_bytes, halves, inverse, numbers, pack_numbers
+
+
+class Q5_1(BlockScheme):
+    kind = "Q5_1"
+    block_bytes = 24
+    error = 0.05
+
+    def unpack_blocks(self, blocks: Tensor) -> Tensor:
+        q = numbers(blocks[:, 8:], 4, 16) | numbers(blocks[:, 4:8], 1) << 4
+        return q.float().mul_(halves(blocks, 0)).add_(halves(blocks, 2))
+
+    def pack_blocks(self, weights: Tensor) -> Tensor:
+        low, high = weights.aminmax(dim=-1, keepdim=True)
+        scale = torch.div(high - low, torch.full_like(low, 31))
+        q = ((weights - low) * inverse(scale) + 0.5).trunc().clamp(0, 31).to(torch.uint8)
+        bits = [pack_numbers(q >> 4, 1), pack_numbers(q & 15, 4, 16)]
+        return torch.cat([half_bytes(scale), half_bytes(low), *bits], -1)
+
+
+SCHEME = Q5_1()
