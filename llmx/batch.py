@@ -6,6 +6,7 @@ nobody's. T: tokens of the step, R: rows, W: widest draft tree, M: drawn tokens,
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -15,6 +16,10 @@ import torch
 from torch import Tensor
 
 from llmx.core import Row
+
+
+def _putter(device: torch.device) -> Callable[[np.ndarray], Tensor]:
+    return lambda array: torch.from_numpy(array).to(device)
 
 
 @dataclass(frozen=True)
@@ -55,7 +60,7 @@ class Drafts:
                 chain &= parent == node - 1
             depth = max(depth, *depths, 0)
         counts = torch.tensor(sizes, device=device)
-        put = lambda array: torch.from_numpy(array).to(device)  # noqa: E731
+        put = _putter(device)
         return cls(put(tokens), put(parents), counts, torch.zeros_like(counts), sizes, depth, chain)
 
     @property
@@ -95,7 +100,7 @@ class Drafts:
 
 @dataclass(frozen=True)
 class Tips:
-    """The rows as tensors. In overlapped stepping `start` and `last` come from the device, before the host knows them."""
+    """The rows as tensors. In overlapped stepping `start` and `last` come from the device, ahead of the host."""
 
     rows: list[Row]
     tables: list[Tensor]  # G x (R, blocks)
@@ -115,7 +120,10 @@ class Tips:
         return Tips(
             [self.rows[i] for i in index],
             [table[at] for table in self.tables],
-            *(column[at] for column in (self.start, self.last, self.room, self.depth)),
+            self.start[at],
+            self.last[at],
+            self.room[at],
+            self.depth[at],
             self.size,
         )
 
@@ -195,7 +203,7 @@ def build(tips: Tips, drafts: Drafts) -> Batch:
     """The step's forward from its rows and drafts."""
     rows, start, size, device = tips.rows, tips.start, tips.size, tips.device
     counts, lengths, sequence, offset, known = _layout(rows, drafts)
-    put = lambda array: torch.from_numpy(array).to(device)  # noqa: E731
+    put = _putter(device)
     node_of = np.where(offset >= counts[sequence], offset - counts[sequence], -1)
     draws = np.array([r.draws for r in rows])
     tip = np.flatnonzero(draws[sequence] & (offset == counts[sequence] - 1))
@@ -227,9 +235,7 @@ def build(tips: Tips, drafts: Drafts) -> Batch:
     )  # fmt: skip
 
 
-def _layout(
-    rows: list[Row], drafts: Drafts
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+def _layout(rows: list[Row], drafts: Drafts) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """(R,) known counts, (R,) lengths, (T,) row, (T,) offset in the row, (T,) known tokens, 0 where unknown."""
     counts = np.array([r.count for r in rows], np.int64)
     lengths = counts + np.array(drafts.sizes, np.int64)
@@ -244,7 +250,7 @@ def _layout(
 
 
 def _paths(drafts: Drafts, row: Tensor, node: Tensor) -> Tensor:
-    """(T, depth): the nodes from a tree's root down to each draft token, by depth; -1 pads, and known tokens have none."""
+    """(T, depth): nodes from a tree's root down to each draft token, by depth; -1 pads, known tokens have none."""
     above = drafts.ancestors[row, node.clamp(min=0)] & (node >= 0)[:, None]  # (T, W)
     place = torch.where(above, drafts.depths[row] - 1, drafts.depth)  # where each ancestor goes; the rest past the end
     paths = torch.full((len(row), drafts.depth + 1), -1, dtype=torch.long, device=row.device)
@@ -258,9 +264,14 @@ def pad(batch: Batch, tokens: int, rows: int) -> Batch:
     assert extra >= more_rows >= 1 or (extra == 0 and more_rows == 0), "padding tokens belong to padding rows"
     if not extra:
         return batch
-    grow = lambda t, n, value=0: torch.cat([t, t.new_full((n, *t.shape[1:]), value)])  # noqa: E731
+
+    def grow(tensor: Tensor, count: int, value: int = 0) -> Tensor:
+        return torch.cat([tensor, tensor.new_full((count, *tensor.shape[1:]), value)])
+
     share = [extra // more_rows + (i < extra % more_rows) for i in range(more_rows)]
-    owner = torch.repeat_interleave(torch.arange(len(batch.lengths), rows), torch.tensor(share)).to(batch.sequence.device)
+    owner = torch.repeat_interleave(torch.arange(len(batch.lengths), rows), torch.tensor(share)).to(
+        batch.sequence.device
+    )
     ones, zeros = tuple(1 for _ in share), tuple(0 for _ in share)
     return replace(
         batch,

@@ -13,8 +13,8 @@ from llmx.errors import RequestError
 class SamplingParams:
     """How to continue a prompt. Names, ranges and meanings are those of OpenAI's API and vLLM's extensions to it.
 
-    `max_tokens=None` is as many as fit the context. `top_k=0` (or -1) is off. `seed=None` draws a fresh seed. `logprobs` and
-    `prompt_logprobs` count the alternatives that are returned beside the chosen token (0: the chosen one alone).
+    `max_tokens=None` is as many as fit the context. `top_k=0` (or -1) is off. `seed=None` draws a new seed. `logprobs`
+    and `prompt_logprobs` count the alternatives that are returned beside the chosen token (0: the chosen one alone).
     """
 
     n: int = 1
@@ -193,7 +193,7 @@ class Landed:
 
 @dataclass(frozen=True)
 class Completion:
-    """One of a request's `n` finished texts. `stop_reason`: the stop string or token id behind `finish_reason` "stop"."""
+    """One of a request's `n` finished texts. `stop_reason`: the stop string or token id behind "stop"."""
 
     index: int
     text: str

@@ -15,7 +15,7 @@ CGROUP = Path("/sys/fs/cgroup")
 
 
 def resolve_device(name: str) -> torch.device:
-    """"auto" is the first CUDA device if there is one, else the CPU. UsageError for a CUDA device that isn't there."""
+    """ "auto" is the first CUDA device if there is one, else the CPU. UsageError for a CUDA device that isn't there."""
     import torch
 
     if name == "auto":
@@ -46,7 +46,7 @@ def thread_count() -> int:
 
 
 def available_memory(device: torch.device) -> int:
-    """Bytes that can be taken now: free on a CUDA device; on the CPU what the kernel says, within the cgroup's limit."""
+    """Bytes that can be taken now: free on a CUDA device; on the CPU what the kernel says, within the cgroup."""
     if device.type == "cuda":
         import torch
 

@@ -20,7 +20,7 @@ from llmx.engine.launch import Client, InProcess, Spawned
 from llmx.engine.messages import Abort, Add, Ask, Failed, Measured, Message, Refused, Tokens
 from llmx.engine.service import Core
 from llmx.errors import LlmxError, RequestError, UsageError
-from llmx.formats.hub import DEMO, Located, locate, pull
+from llmx.formats.hub import DEMO, Located, pull
 from llmx.tokenizer import Tokenizer, load_tokenizer
 
 Prompt = str | Sequence[int]
@@ -228,8 +228,8 @@ class LLM:
                 print(output.outputs[0].text)
 
     model: a Hugging Face directory, a `.gguf` file, or "demo" (fetched if need be). Other keywords are EngineConfig's.
-    spawn: the engine core runs in a process of its own (what `llmx serve` does). progress(done, total) is called with bytes
-    while a model is fetched and loaded. UsageError if the model or the configuration can't be used.
+    spawn: the engine core runs in a process of its own (what `llmx serve` does). progress(done, total) is called with
+    bytes while a model is fetched and loaded. UsageError if the model or the configuration can't be used.
     """
 
     def __init__(
@@ -244,11 +244,8 @@ class LLM:
         self.config = config or EngineConfig(model=model, **engine)
         self.maybe_tokenizer: Tokenizer | None = None
         if not self.config.model.startswith("random:"):
-            located = pull(DEMO, progress) if self.config.model == DEMO else locate(self.config.model)
-            self.maybe_tokenizer = _tokenizer(located)
-        self._client: Client = (
-            Spawned(self.config, progress) if spawn else InProcess(Core.load(self.config, progress))
-        )
+            self.maybe_tokenizer = _tokenizer(pull(self.config.model, progress))
+        self._client: Client = Spawned(self.config, progress) if spawn else InProcess(Core.load(self.config, progress))
         self.info: EngineInfo = self._client.info
         self.failed: str | None = None
         self._streams: dict[str, Stream] = {}
@@ -316,7 +313,9 @@ class LLM:
         chat = self.tokenizer.template
         if chat is None:
             raise UsageError("This model has no chat template.", hint="send a plain prompt instead of messages")
-        options: dict[str, Any] = {"add_generation_prompt": not template.get("continue_final_message", False)} | template
+        options: dict[str, Any] = {
+            "add_generation_prompt": not template.get("continue_final_message", False)
+        } | template
         return self.tokenizer.encode(chat.render(messages, **options))
 
     def open(self, prompt: Prompt, params: SamplingParams, *, id: str | None = None, salt: bytes = b"") -> Stream:

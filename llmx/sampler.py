@@ -23,7 +23,7 @@ MASK64 = 2**64 - 1
 
 @dataclass(frozen=True)
 class Points:
-    """Where tokens are drawn: draw i follows `path[i]` drafts of sequences[index[i]] and gives the token at positions[i]."""
+    """Where tokens are drawn: draw i follows `path[i]` drafts of sequences[index[i]], for position positions[i]."""
 
     sequences: list[Sequence]
     index: Tensor  # (M,)
@@ -41,7 +41,7 @@ class Draws:
 
 
 def sibling_seed(seed: int, sibling: int) -> int:
-    """The signed 64-bit key of one of a request's choices: splitmix64's finaliser over seed + sibling; choice 0 keeps it."""
+    """The signed 64-bit key of a request's choice: splitmix64's finaliser over seed + sibling; choice 0 keeps it."""
     mixed = seed & MASK64
     if sibling:
         mixed = (mixed + sibling * 0x9E3779B97F4A7C15) & MASK64
@@ -119,18 +119,18 @@ def _ban(logits: Tensor, points: Points) -> Tensor:
         slots.index_put_(at, torch.tensor(value, dtype=torch.float32, device=device), accumulate=True)
         logits += slots[points.index]
     if stops:
-        owner, token, until = zip(*stops, strict=True)
         banned = torch.zeros_like(slots, dtype=torch.bool)
-        banned[torch.tensor(owner, device=device), torch.tensor(token, device=device)] = True
         ends = torch.zeros(len(points.sequences), dtype=torch.long, device=device)
-        ends[torch.tensor(owner, device=device)] = torch.tensor(until, device=device)
+        owners, tokens, untils = (torch.tensor(column, device=device) for column in zip(*stops, strict=True))
+        banned[owners, tokens] = True
+        ends[owners] = untils
         early = points.positions < ends[points.index]
         logits.masked_fill_(banned[points.index] & early[:, None], -torch.inf)
     return logits
 
 
 def _truncate(logits: Tensor, params: list[Any], column: Callable[..., Tensor]) -> Tensor:
-    """top-k, top-p (Holtzman et al. 2020) over what top-k leaves, min-p (Nguyen et al. 2024). Ties at an edge all stay."""
+    """top-k, top-p (Holtzman et al. 2020) of what top-k leaves, min-p (Nguyen et al. 2024). Ties at an edge stay."""
     ks = [p.top_k for p in params if p.temperature > 0 and p.top_k > 0]
     if any(p.temperature > 0 and p.top_p < 1 for p in params) or ks:
         logits = _nucleus(logits, max(ks, default=0), column)

@@ -46,16 +46,20 @@ class Scheduler:
             raise RequestError("The prompt is empty; at least one token is needed.", param="prompt")
         if longest > limits.length:
             raise RequestError(
-                f"{len(request.prompt)} prompt tokens and max_tokens {request.max_tokens} are {longest} tokens, more than "
-                f"the context of {limits.length}.",
+                f"{len(request.prompt)} prompt tokens and max_tokens {request.max_tokens} are {longest} tokens, more "
+                f"than the context of {limits.length}.",
                 param="max_tokens",
                 code="context_length_exceeded",
             )
         if request.params.n > limits.running:
-            raise RequestError(f"n={request.params.n} is more than the {limits.running} sequences that run at once.", param="n")
+            raise RequestError(
+                f"n={request.params.n} is more than the {limits.running} sequences that run at once.", param="n"
+            )
         needed = self.blocks.blocks_for(longest - 1)  # the last token's KV is never written
         if needed > self.blocks.capacity:
-            raise RequestError(f"{longest} tokens need {needed} KV blocks; the cache has {self.blocks.capacity}.", param="max_tokens")
+            raise RequestError(
+                f"{longest} tokens need {needed} KV blocks; the cache has {self.blocks.capacity}.", param="max_tokens"
+            )
         siblings = [Sequence(request, i, self.arrivals, list(request.prompt)) for i in range(request.params.n)]
         self.arrivals += 1
         siblings[0].unborn = siblings[1:]
@@ -134,7 +138,7 @@ class Scheduler:
         return replace(row, room=room, depth=depth)
 
     def _may_fly(self, sequence: Sequence) -> bool:
-        """Not while a row is flying, unless steps overlap; then the one that follows it, if it can't be past the end."""
+        """Not while a row is flying, unless steps overlap; then the one that follows it, unless past the end."""
         if sequence.flying is None:
             return True
         certain = sequence.flying.draws and sequence.output_len + 1 >= sequence.request.max_tokens

@@ -67,7 +67,10 @@ def _units(batch: Any, window: int | None) -> list[tuple[Unit, bool]]:
 
 def _stack(batch: Any, group: int, units: list[Unit], private: bool) -> Bucket:
     device, table = batch.tokens.device, batch.tables[group]
-    put = lambda values: torch.tensor(values, dtype=torch.long, device=device)  # noqa: E731
+
+    def put(values: Any) -> Tensor:
+        return torch.tensor(values, dtype=torch.long, device=device)
+
     width = max(len(u.tokens) for u in units)
     queries = put([[*u.tokens, *[u.tokens[-1]] * (width - len(u.tokens))] for u in units])
     write = put([i * width + j for i, u in enumerate(units) for j in range(len(u.tokens))])
@@ -83,7 +86,8 @@ def _stack(batch: Any, group: int, units: list[Unit], private: bool) -> Bucket:
 def _paged(batch: Any, table: Tensor, rows: Tensor, slots: int) -> Tensor:
     """(U, blocks), block 0 past the end of a table."""
     blocks = slots // batch.size
-    return torch.nn.functional.pad(table, (0, max(0, blocks - table.shape[1])))[:, :blocks][rows]
+    padded: Tensor = torch.nn.functional.pad(table, (0, max(0, blocks - table.shape[1])))[:, :blocks]
+    return padded[rows]
 
 
 def _private(batch: Any, table: Tensor, rows: Tensor, tokens: Tensor, slots: int) -> Tensor:
@@ -95,7 +99,8 @@ def _private(batch: Any, table: Tensor, rows: Tensor, tokens: Tensor, slots: int
     in_tree = (step >= 0) & (step < above.shape[1]) & (node >= 0)
     logical = torch.where(in_tree, base + node, logical)
     block = (logical // batch.size).clamp(max=table.shape[1] - 1)
-    return table[rows[:, None], block] * batch.size + logical % batch.size
+    slots_seen: Tensor = table[rows[:, None], block] * batch.size + logical % batch.size
+    return slots_seen
 
 
 def attention(
@@ -108,7 +113,7 @@ def attention(
     first: int = 0,
     cap: float = 0.0,
 ) -> Tensor:
-    """q (tokens, heads, head_dim); keys, values (kv_heads, blocks, size, head_dim) -> (tokens, heads, head_dim) in q's dtype.
+    """q (tokens, heads, head_dim); keys, values (kv_heads, blocks, size, head_dim) -> q's shape and dtype.
 
     A query at position p sees keys j with first <= j <= p and, with a window w, j > p - w. Computed in f32. A query
     that sees nothing gives zeros. cap: scores become cap * tanh(score / cap) (Gemma 2); 0: they don't.
@@ -130,7 +135,7 @@ def _attend(
     first: int,
     cap: float,
 ) -> Tensor:
-    (units, width), (heads, head_dim), kv_heads = bucket.queries.shape, q.shape[1:], keys.shape[0]
+    width, heads, kv_heads = bucket.queries.shape[1], q.shape[1], keys.shape[0]
     group = heads // kv_heads
     padding = max(0, LEAST_ROWS - width * group)
     query = (q[bucket.queries].float() * scale).unflatten(2, (kv_heads, group))  # (U, C, kv_heads, group, head_dim)
@@ -162,9 +167,9 @@ def _attend(
         v = v.masked_fill_(nobody, 0)
         part = torch.bmm(weights.flatten(0, 1), v.flatten(0, 1)).unflatten(0, (kv_heads, live))
         acc[:, :live] = acc[:, :live] * fade + part
-    found = acc / total.clamp(min=1e-30)
-    found = found[:, :, : width * group].unflatten(2, (width, group))
-    return found.permute(1, 2, 0, 3, 4).flatten(2, 3)
+    found = (acc / total.clamp(min=1e-30))[:, :, : width * group].unflatten(2, (width, group))
+    stacked: Tensor = found.permute(1, 2, 0, 3, 4).flatten(2, 3)
+    return stacked
 
 
 def _gather(pool: Tensor, bucket: Bucket, live: int, tile: int) -> Tensor:

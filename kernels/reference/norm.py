@@ -1,4 +1,4 @@
-"""RMS norm, alone or after a residual add. Sums run over a row of fixed length, so a row does not see its neighbours."""
+"""RMS norm, alone or after a residual add. Sums run over a row of fixed length: a row does not see its neighbours."""
 
 import torch
 from torch import Tensor

@@ -24,10 +24,12 @@ def rope_and_write(
 ) -> Tensor:
     """Rotate q and k (not where cos and sin are None), store k and v, return q.
 
-    qkv (rows, (heads + 2 * kv_heads) * head_dim); keys, values (kv_heads, blocks, size, head_dim); slots (rows,) physical;
+    qkv (rows, (heads + 2 * kv_heads) * head_dim); keys, values (kv_heads, blocks, size, head_dim); slots (rows,)
+    physical;
     -> q (rows, heads, head_dim) in qkv's dtype.
     """
     kv_heads, head_dim = keys.shape[0], keys.shape[-1]
+    q: Tensor
     q, k, v = qkv.unflatten(-1, (-1, head_dim)).split([heads, kv_heads, kv_heads], 1)
     if cos is not None and sin is not None:
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)

@@ -102,7 +102,7 @@ class BlockManager:
         return min(len(pool.free) for pool in self.pools)
 
     def reserve(self, sequence: Sequence, end: int) -> Copies | None:
-        """Make slots [computed, end) exist and be this sequence's alone. None, and nothing changed, if they don't fit."""
+        """Make slots [computed, end) exist and be this sequence's alone. None, and nothing changed: they don't fit."""
         if not sequence.tables:
             sequence.tables = [[] for _ in self.pools]
         first, last = sequence.computed // self.size, self.blocks_for(end)

@@ -114,7 +114,7 @@ class Cache:
                 flat.index_copy_(1, slots[1], flat.index_select(1, slots[0]))
 
     def last_tap(self, tips: Tips) -> Tensor:
-        """(R, tap_dim): the target's tap at position start - 1, wherever it was computed: chunk, decode, hit or fork."""
+        """(R, tap_dim): the target's tap at start - 1, wherever it was computed: chunk, decode, prefix hit or fork."""
         at = (tips.start - 1).clamp(min=0) // self.size
         block = tips.tables[0].gather(1, at[:, None])[:, 0]
         return self.taps[block] * (tips.start > 0)[:, None]

@@ -111,7 +111,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _dtype(config: EngineConfig, opened: Opened | None, device: torch.device) -> torch.dtype:
-    """"auto": what the checkpoint's config names; for GGUF float32 on the CPU (its arithmetic) and bfloat16 on CUDA."""
+    """For "auto" what the checkpoint's config names; for GGUF float32 on the CPU, bfloat16 on CUDA."""
     if config.dtype != "auto":
         return _torch_dtype(config.dtype)
     named = opened.stored_dtype if opened else None
@@ -156,7 +156,9 @@ def _fit(
     per_block = [block_bytes(specs, window, size, dtype) for window in windows]
     # A window group never needs more than every sequence's window and the tokens of one step.
     ahead = -(-budget // size) + 2
-    least = [1 + _blocks(length, size) if w is None else 1 + _blocks(min(length, w + budget), size) + 2 for w in windows]
+    least = [
+        1 + _blocks(length, size) if w is None else 1 + _blocks(min(length, w + budget), size) + 2 for w in windows
+    ]
     most = [
         1 + sequences * _blocks(length, size) + ahead if w is None
         else 1 + sequences * (_blocks(min(length, w), size) + 2) + ahead

@@ -66,9 +66,7 @@ class Engine:
         windows, depth = windows_of(every), needs.tokens if needs.depth is None else needs.depth
         if narrow := [w for w in windows if w is not None and w <= depth]:
             raise UsageError(f"Drafts {depth} tokens deep don't fit a sliding window of {narrow[0]}.")
-        limits = replace(
-            limits, draft_tokens=needs.tokens, draft_slots=needs.slots, host_drafter=needs.host
-        )
+        limits = replace(limits, draft_tokens=needs.tokens, draft_slots=needs.slots, host_drafter=needs.host)
         groups = [GroupShape(window, count) for window, count in zip(windows, blocks, strict=True)]
         self.model, self.drafter, self.device = model, drafter, device
         self.scheduler = Scheduler(limits, BlockManager(size, groups, prefix_caching=prefix_caching))
@@ -82,7 +80,7 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Landed] | None:
-        """One step, or with overlap the launch of one and the landing of the one before. None: there was nothing to do."""
+        """One step, or with overlap the launch of one and the landing of the one before. None: nothing to do."""
         if self.scheduler.limits.overlap:
             return self._overlapped()
         launched = self.launch()

@@ -59,7 +59,8 @@ class Core:
                 raise RuntimeError("the scheduler stands still")
             return []
         self._count(landed)
-        told = [self._told(item) for item in landed if item.tokens or item.prompt_logprobs or item.sequence.finish]
+        told: list[Message] = []
+        told += [self._told(item) for item in landed if item.tokens or item.prompt_logprobs or item.sequence.finish]
         for id in {item.sequence.request.id for item in landed if item.sequence.finish}:
             self._forget(id)  # after all were told: several choices of a request may finish in one step
         return told

@@ -19,7 +19,7 @@ from llmx.layers.rope import RopeConfig
 
 @dataclass
 class Forward:
-    """One forward pass: its batch, the cache, and what layers share in it: cos and sin by rotary rule, plans by KV group."""
+    """One forward pass: its batch, the cache, and what layers share: cos and sin by rotary rule, plans by KV group."""
 
     batch: Batch
     cache: Cache
@@ -36,8 +36,8 @@ class Forward:
 class Attention:
     """qkv and output projection around the attention op.
 
-    index: the layer's place in the cache. scale: of the scores. cap: their tanh soft-cap, 0 for none. rope: None leaves
-    q and k unturned. norms: of q and k before they turn, over each head or over all of them, as wide as their weight is.
+    index: the layer's place in the cache. scale: of the scores. cap: their tanh soft-cap, 0 for none. rope: None
+    leaves q and k unturned. norms: of q and k before they turn, over each head or all of them, as wide as their weight.
     """
 
     def __init__(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -29,12 +29,12 @@ SEPARATE = {
 class Shape:
     """Sizes and variations. Patterns (`windows`, `ropes`) are repeated over the layers.
 
-    windows: how far each layer's attention looks back; None: over all of the text. ropes: the rotary rule of each layer;
-    None: no positions at all (NoPE). placement: "pre" norms (Llama), "sandwich" (Gemma: norms before and after each half)
-    or "post" (OLMo-2: after each half only). qk_norm: "" none, "head" per head (Qwen3), "full" over the projection (OLMo-2).
-    unit_offset: norms multiply by 1 + weight (Gemma). scale: of the attention scores; None: head_dim ** -0.5.
+    windows: how far each layer's attention looks back; None: over all of the text. ropes: the rule of each layer;
+    None: no positions at all (NoPE). placement: "pre" norms (Llama), "sandwich" (Gemma: before and after each half) or
+    "post" (OLMo-2: after each half only). qk_norm: "" none, "head" per head (Qwen3), "full" over the projection
+    (OLMo-2). unit_offset: norms multiply by 1 + weight (Gemma). scale: of the attention scores; None: head_dim ** -0.5.
     attention_cap, logit_cap: tanh soft-caps; 0: none. *_scale: factors on the embeddings, on what a layer adds to the
-    residual, and on the logits (Granite divides: its reciprocal). fused: both halves are stored as one tensor (Phi-3).
+    residual, and on the logits. fused: q, k and v, and gate and up, are stored as one tensor each (Phi-3).
     """
 
     vocab: int
@@ -61,14 +61,14 @@ class Shape:
     residual_scale: float = 1.0
     logit_scale: float = 1.0
     fused: bool = False
-    norms: Mapping[str, str] = field(default_factory=dict)  # names that differ from Llama's
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:
             raise UsageError(f"{self.heads} attention heads can't share {self.kv_heads} key-value heads evenly.")
         if self.activation not in ACTIVATIONS:
             raise UsageError(f"The activation {self.activation!r} is not built; there are {', '.join(ACTIVATIONS)}.")
-        assert self.placement in ("pre", "sandwich", "post") and self.qk_norm in ("", "head", "full")
+        assert self.placement in ("pre", "sandwich", "post")
+        assert self.qk_norm in ("", "head", "full")
 
     def rope_of(self, layer: int) -> RopeConfig | None:
         return self.ropes[layer % len(self.ropes)] if self.ropes else self.rope

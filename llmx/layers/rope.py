@@ -18,9 +18,9 @@ KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 class RopeConfig:
     """How positions turn a head's first `rotated` dimensions.
 
-    `kind`: one of KINDS. `original`: positions that the model was first trained on. `magnitude` scales cos and sin (yarn,
-    longrope). `divisors` divide the frequencies, one each (GGUF's rope_freqs); `long_divisors` take their place when the
-    served context is longer than `original` (longrope).
+    `kind`: one of KINDS. `original`: positions that the model was first trained on. `magnitude` scales cos and sin
+    (yarn, longrope). `divisors` divide the frequencies, one each (GGUF's rope_freqs); `long_divisors` take their place
+    when the served context is longer than `original` (longrope).
     """
 
     theta: float
@@ -41,9 +41,9 @@ class RopeConfig:
 def frequencies(config: RopeConfig, length: int) -> Tensor:
     """(rotated / 2,) f64: angle per position, for a served context of `length`.
 
-    linear: Chen et al. 2023. llama3: the rule of Llama 3.1's release. yarn: Peng et al. 2023. longrope: Ding et al. 2024.
-    dynamic (NTK-aware): where transformers follows the text's length, the served context decides here once, and so does
-    it between longrope's two lists: a text must not depend on how it was cut into chunks.
+    linear: Chen et al. 2023. llama3: the rule of Llama 3.1's release. yarn: Peng et al. 2023. longrope: Ding et al.
+    2024. dynamic (NTK-aware): where transformers follows the text's length, the served context decides here once, and
+    so does it between longrope's two lists: a text must not depend on how it was cut into chunks.
     """
     exponent = torch.arange(0, config.rotated, 2, dtype=torch.float64) / config.rotated
     theta = config.theta
@@ -90,7 +90,7 @@ class Rope:
         self.cos, self.sin = cos.float().to(device), sin.float().to(device)
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """(rows, rotated / 2) each. Positions past the table (guesses of a step in flight) are clamped: dropped anyway."""
+        """(rows, rotated / 2) each. Positions past the table (guesses of a step in flight) are clamped."""
         positions = positions.clamp(max=len(self.cos) - 1)
         return self.cos[positions], self.sin[positions]
 
@@ -112,8 +112,8 @@ def rope_from_hf(
         return RopeConfig(theta, _rotated(head_dim, partial))
     theta = scaling.number("rope_theta", theta, low=1)
     rotated = _rotated(head_dim, scaling.number("partial_rotary_factor", partial, low=0, high=1))
-    kind = scaling.text("rope_type", None) or scaling.text("type", "default")
-    kind = {"su": "longrope"}.get(kind, kind)
+    kind = scaling.text("rope_type", "") or scaling.text("type", "default")
+    kind = "longrope" if kind == "su" else kind  # Phi-3's first name for it
     if kind not in KINDS:
         raise UsageError(f"{fields.where}: RoPE kind {kind!r} is not built; there are {', '.join(KINDS)}.")
     original = scaling.integer("original_max_position_embeddings", None, low=1) or original

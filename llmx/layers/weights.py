@@ -17,8 +17,8 @@ class Part:
     """One linear of a fused one. `name` is that of the Hugging Face checkpoint, without `.weight`.
 
     `heads`: the outputs are this many units that a rank takes whole (key and value heads fewer than ranks are
-    replicated). None: any equal split will do. `first`, `total`: its outputs are rows [first, first + n_out) of a stored
-    linear with `total` of them (Phi-3 stores q, k and v as one).
+    replicated). None: any equal split will do. `first`, `total`: its outputs are rows [first, first + n_out) of a
+    stored linear with `total` of them (Phi-3 stores q, k and v as one).
     """
 
     name: str

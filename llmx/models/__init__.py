@@ -19,7 +19,7 @@ from llmx.formats.safetensors import open_safetensors
 
 @dataclass(frozen=True)
 class Opened:
-    """A model's checked files: the family's module, its `Config`, and the checkpoint."""
+    """A model's checked files: the family's module, its `Config`, the checkpoint."""
 
     family: ModuleType
     architecture: str
@@ -35,7 +35,7 @@ class Names:
     """The way from a model's own tensor names (Hugging Face style) to those stored.
 
     `table` maps name patterns with `{i}` for the layer to stored names (GGUF); empty: names are stored as they are.
-    `permuted`: last component of a name -> heads, for linears whose rows are stored with a head's two halves interleaved.
+    `permuted`: last component of a name -> heads, where rows are stored with a head's two halves interleaved.
     """
 
     table: dict[str, str]

@@ -28,7 +28,7 @@ GGUF = {
     "model.layers.{i}.mlp.up_proj": "blk.{i}.ffn_up",
     "model.layers.{i}.mlp.down_proj": "blk.{i}.ffn_down",
 }
-# GGUF's llama stores the rows of q and k with a head's halves interleaved; value: the config field that counts the heads.
+# GGUF's llama stores rows of q and k with a head's halves interleaved; value: the config field that counts the heads.
 GGUF_PERMUTED = {"q_proj": "heads", "k_proj": "kv_heads"}
 SMOOTH = {
     "input_layernorm": ("q_proj", "k_proj", "v_proj"),
@@ -65,7 +65,10 @@ class Config(Shape):
     @classmethod
     def from_gguf(cls, fields: Fields, checkpoint: Gguf) -> Config:
         """From GGUF metadata; the vocabulary's size is that of the embedding."""
-        at = lambda key: f"llama.{key}"  # noqa: E731
+
+        def at(key: str) -> str:
+            return f"llama.{key}"
+
         if "token_embd.weight" not in checkpoint:
             raise UsageError(f"{fields.where}: the tensor token_embd.weight is missing.")
         hidden, heads = fields.integer(at("embedding_length"), low=1), fields.integer(at("attention.head_count"), low=1)

@@ -28,7 +28,7 @@ class Needs:
 
 @dataclass(frozen=True)
 class Lent:
-    """What the target lends: read its weights and KV; write only slots >= row.start, which verification writes again."""
+    """What the target lends: read its weights and KV; write only slots from row.start on: these are rewritten."""
 
     model: Any
     cache: Cache
@@ -55,7 +55,7 @@ class Drafter(Protocol):
         ...
 
     def observe(self, drafts: Drafts, batch: Batch, kept: Kept, taps: Tensor, lent: Lent) -> None:
-        """The verified rows of this step. Called before their taps and KV are settled, and before anything is hashed."""
+        """The verified rows of this step. Called before their taps and KV are settled, and anything is hashed."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Sampler-match: a draft token is accepted iff it is the token that the target draws there. Lossless by construction."""
+"""Sampler-match: a draft token is accepted iff it is what the target draws there. Lossless by construction."""
 
 from __future__ import annotations
 
