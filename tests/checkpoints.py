@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import gguf
+import numpy as np
 import safetensors.torch
 import torch
 from torch import Tensor
@@ -19,6 +21,33 @@ from llmx.formats.safetensors import open_safetensors
 def is_block(kind: str) -> bool:
     """Whether `kind` is one of GGUF's block types."""
     return kind not in PLAIN and kind in gguf.GGMLQuantizationType.__members__
+
+
+def dequantized(raw: Tensor, kind: str) -> Tensor:
+    """Blocks (..., bytes), uint8 -> their weights as the gguf package computes them, float32."""
+    with np.errstate(all="ignore"):  # infinity times zero, for one
+        return torch.from_numpy(gguf.dequantize(raw.numpy(), gguf.GGMLQuantizationType[kind]).copy())
+
+
+@functools.cache
+def pool(kind: str) -> Tensor:
+    """512 blocks of random bytes whose weights are of ordinary size, uint8: random scales seldom are."""
+    generator = torch.Generator().manual_seed(1)
+    size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][1]
+    found = torch.empty(0, size, dtype=torch.uint8)
+    while len(found) < 512:
+        raw = torch.randint(0, 256, (4096, size), dtype=torch.uint8, generator=generator)
+        largest = dequantized(raw, kind).abs().amax(-1)
+        found = torch.cat([found, raw[(largest > 0.1) & (largest < 10)]])  # never true of NaN
+    return found[:512]
+
+
+def random_blocks(kind: str, *shape: int, seed: int = 0) -> Tensor:
+    """Weights of `shape` in GGUF type `kind`, of ordinary size: uint8 (..., bytes of a row)."""
+    size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][0]
+    assert shape[-1] % size == 0
+    index = torch.randint(0, 512, (*shape[:-1], shape[-1] // size), generator=torch.Generator().manual_seed(seed))
+    return pool(kind)[index].flatten(-2)
 
 
 def write(folder: Path, tensors: Mapping[str, Tensor], kinds: Mapping[str, str] | None = None) -> Checkpoint:

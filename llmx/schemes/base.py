@@ -247,28 +247,15 @@ class Scheme(ABC):
             return self.unpack(tensors, dtype)
         name, axis = next(iter(rows.items()))
         n_out = tensors[name].shape[axis]
-        step = max(1, CHUNK // max(1, _inputs(tensors, layout)))
+        n_in = self.unpack({k: t.narrow(rows[k], 0, min(1, n_out)) for k, t in tensors.items()}, dtype).shape[-1]
+        step = max(1, CHUNK // max(1, n_in))
         if step >= n_out:
             return self.unpack(tensors, dtype)
-        result: Tensor | None = None
+        result = torch.empty(n_out, n_in, dtype=dtype, device=tensors[name].device)
         for low in range(0, n_out, step):
             part = {k: t.narrow(rows[k], low, min(step, n_out - low)) for k, t in tensors.items()}
-            piece = self.unpack(part, dtype)
-            if result is None:
-                result = piece.new_empty((n_out, *piece.shape[1:]))
-            result[low : low + piece.shape[0]] = piece
-        assert result is not None
+            result[low : low + step] = self.unpack(part, dtype)
         return result
-
-
-def _inputs(tensors: Tensors, layout: Layout) -> int:
-    """Inputs of a linear, as its tensors show them (a last group counted as full)."""
-    return max(
-        tensors[name].shape[i] * axis.features // axis.elements
-        for name, dims in layout.items()
-        for i, axis in enumerate(dims)
-        if isinstance(axis, Axis) and axis.kind is Kind.IN
-    )
 
 
 def row_axes(layout: Layout) -> dict[str, int] | None:

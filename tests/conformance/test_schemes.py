@@ -9,10 +9,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import gguf
-import numpy as np
 import pytest
 import torch
-from checkpoints import AsStored, is_block, randn, write
+from checkpoints import AsStored, dequantized, is_block, randn, random_blocks, write
 from torch import Tensor
 from torch.nn import functional
 
@@ -31,6 +30,7 @@ from llmx.schemes.gguf_q8_0 import Q8_0
 
 FILES = sorted(p.stem for p in Path(llmx.schemes.__file__).parent.glob("*.py") if p.stem != "__init__")
 GRID = [pytest.param(s, c, id=f"{name}-{c.kind}") for name, s in schemes().items() for c in s.cases]
+BLOCKS = [p for p in GRID if is_block(p.values[1].kind)]
 RANKS = [(1, 3), (2, 2), (2, 1), (3, 3), (3, 1)]  # ranks, key-value heads; with 1 of these the ranks replicate it
 VOCAB = 49  # neither 2 nor 3 ranks divide it
 CPU = torch.device("cpu")
@@ -47,6 +47,13 @@ def stored_of(checkpoint: Checkpoint, name: str) -> dict[str, Stored]:
     return {n.removeprefix(name + "."): checkpoint.stored(n) for n in found}
 
 
+def stored_weights(scheme: Scheme, case: Case, *shape: int, seed: int = 0) -> dict[str, Tensor]:
+    """Weights as `scheme` stores them: packed, or random blocks of a GGUF type that has no quantizer yet."""
+    if case.error is None:
+        return {"weight": random_blocks(case.kind, *shape, seed=seed)}
+    return scheme.pack(randn(*shape, seed=seed), case.kind)
+
+
 @dataclass
 class Stage:
     """Linears of one case in a file, and the weights that they stand for."""
@@ -60,7 +67,7 @@ class Stage:
     def build(cls, scheme: Scheme, case: Case, folder: Path, sizes: Mapping[str, tuple[int, ...]]) -> Stage:
         tensors, kinds, weights = {}, {}, {}
         for seed, (name, shape) in enumerate(sizes.items()):
-            packed = scheme.pack(randn(*shape, seed=seed), case.kind)
+            packed = stored_weights(scheme, case, *shape, seed=seed)
             weights[name] = scheme.unpack(packed, torch.float32)
             for suffix, tensor in packed.items():
                 tensors[f"{name}.{suffix}"] = tensor
@@ -90,7 +97,15 @@ def unpacked(linear: Linear) -> Tensor:
 
 def check_packing(scheme: Scheme, case: Case, folder: Path) -> None:
     """What is packed has the file's own shape, is close to the weights, and packs to the same bytes again."""
-    weight = randn(96, case.head_dim * case.heads)
+    weight = randn(96, case.hidden)
+    if case.error is None:
+        with pytest.raises(UsageError, match=f"{case.kind}.* no quantizer"):
+            scheme.pack(weight, case.kind)
+        packed = stored_weights(scheme, case, *weight.shape)
+        back = scheme.unpack(packed, torch.float32)
+        assert (back.shape, back.dtype) == (weight.shape, torch.float32)
+        assert torch.equal(scheme.unpack(packed, torch.bfloat16), back.bfloat16())
+        return
     packed = scheme.pack(weight, case.kind)
     back = scheme.unpack(packed, torch.float32)
     assert back.shape == weight.shape
@@ -122,7 +137,7 @@ def check_file(scheme: Scheme, case: Case, folder: Path) -> None:
 
 def check_columns(scheme: Scheme, case: Case, folder: Path) -> None:
     """A fused QKV and a fused MLP: this rank's rows, one matrix, and only its bytes read."""
-    hidden = case.head_dim * case.heads
+    hidden = case.hidden
     for ranks, kv_heads in RANKS:
         heads = {"q": case.heads, "k": kv_heads, "v": kv_heads}
         sizes = {name: (n * case.head_dim, hidden) for name, n in heads.items()} | {"up": (case.inner, hidden)}
@@ -165,7 +180,7 @@ def check_rows(scheme: Scheme, case: Case, folder: Path) -> None:
 
 def check_vocabulary(scheme: Scheme, case: Case, folder: Path) -> None:
     """Embedding and head of a vocabulary that no number of ranks divides: zeros beyond it, only its bytes read."""
-    hidden = case.head_dim * case.heads
+    hidden = case.hidden
     stage = Stage.build(scheme, case, folder, {"table": (VOCAB, hidden)})
     if row_axes(scheme.axes(stored_of(stage.checkpoint, "table"))) is None:
         with pytest.raises(UsageError, match="row by row"):
@@ -224,7 +239,7 @@ def check_experts(scheme: Scheme, case: Case, folder: Path) -> None:
 
 def check_running(scheme: Scheme, case: Case, folder: Path) -> None:
     """`apply` is x Wᵀ + b with the unpacked weights, prepared or not, to the same bits, beside another scheme too."""
-    hidden = case.head_dim * case.heads
+    hidden = case.hidden
     stage = Stage.build(scheme, case, folder, {"a": (64, hidden)})
     other = Dense()
     b = randn(40, hidden, seed=5).double()
@@ -276,31 +291,25 @@ def test_scheme(scheme: Scheme, case: Case, check: Check, tmp_path: Path) -> Non
     check(scheme, case, tmp_path)
 
 
-@pytest.mark.parametrize(("scheme", "case"), [p for p in GRID if is_block(p.values[1].kind)])
+@pytest.mark.parametrize(("scheme", "case"), [p for p in BLOCKS if p.values[1].error is not None])
 def test_gguf_types_are_read_and_written_as_the_gguf_package_does(scheme: Scheme, case: Case) -> None:
     kind = gguf.GGMLQuantizationType[case.kind]
     weight = randn(200, 256) * torch.logspace(-6, 1, 200)[:, None]
     weight[3], weight[4, :32], weight[5] = 0, 7.5, -1
     packed = scheme.pack(weight, case.kind)["weight"]
     assert torch.equal(packed, torch.from_numpy(gguf.quantize(weight.numpy(), kind)))
-    assert torch.equal(scheme.unpack({"weight": packed}, torch.float32), dequantized(packed, kind))
+    assert torch.equal(scheme.unpack({"weight": packed}, torch.float32), dequantized(packed, case.kind))
 
 
-@pytest.mark.parametrize(("scheme", "case"), [p for p in GRID if is_block(p.values[1].kind)])
+@pytest.mark.parametrize(("scheme", "case"), BLOCKS)
 def test_any_bytes_unpack_as_the_gguf_package_unpacks_them(scheme: Scheme, case: Case) -> None:
-    kind = gguf.GGMLQuantizationType[case.kind]
-    size = gguf.GGML_QUANT_SIZES[kind][1]
-    raw = torch.randint(0, 256, (512, 4 * size), dtype=torch.uint8)
-    expected, got = dequantized(raw, kind), scheme.unpack({"weight": raw}, torch.float32)
+    size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[case.kind]][1]
+    raw = torch.randint(0, 256, (512, 4 * size), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    expected, got = dequantized(raw, case.kind), scheme.unpack({"weight": raw}, torch.float32)
     known = expected.isfinite()  # random scales are sometimes infinite
     assert known.float().mean() > 0.9
     assert torch.equal(got[known].view(torch.int32), expected[known].view(torch.int32))
     assert torch.equal(got.isnan(), expected.isnan())
-
-
-def dequantized(raw: Tensor, kind: gguf.GGMLQuantizationType) -> Tensor:
-    with np.errstate(invalid="ignore"):  # infinity times zero
-        return torch.from_numpy(gguf.dequantize(raw.numpy(), kind).copy())
 
 
 # --- the checks themselves: each planted fault must be caught -----------------------------------------------------
