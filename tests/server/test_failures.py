@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from openai import APIError, OpenAI
@@ -13,6 +14,9 @@ from server.running import eventually, running
 
 from llmx.core import Delta
 from llmx.errors import LlmxError, RequestError
+from llmx.server.banner import start_lines
+from llmx.server.service import Service
+from llmx.server.settings import ServerSettings
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 PROMPT = {"prompt": "hi"}
@@ -157,6 +161,23 @@ def test_requests_are_logged_only_where_asked_for(capfd: pytest.CaptureFixture[s
     with running(FakeLLM(says("x")), log_requests=True) as server:
         server.post("completions", PROMPT)
     assert '"POST /v1/completions HTTP/1.1" 200' in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("address", "url", "warned"),
+    [
+        (("127.0.0.1", 5), "http://127.0.0.1:5", False),
+        (("::1", 5, 0, 0), "http://[::1]:5", False),
+        (("0.0.0.0", 5), "http://127.0.0.1:5", True),
+        (("::", 5, 0, 0), "http://[::1]:5", True),
+        (("10.0.0.7", 5), "http://10.0.0.7:5", True),
+    ],
+)
+def test_an_address_that_others_reach_gets_a_warning(address: tuple[Any, ...], url: str, warned: bool) -> None:
+    llm: Any = FakeLLM(says("x"))
+    lines = start_lines(Service(llm, ServerSettings()), Mock(getsockname=lambda: address))
+    assert lines[0] == f"llmx serves fake at {url}/v1"
+    assert any("warning" in line for line in lines) == warned
 
 
 def test_the_start_line_says_where_what_how_much_and_gives_a_line_to_paste(capfd: pytest.CaptureFixture[str]) -> None:

@@ -138,6 +138,18 @@ def test_a_wrong_flag_is_one_sentence_and_exit_code_2(tiny: Path, arguments: lis
     assert arguments[0].lstrip("-").split("=")[0] in said
 
 
+def test_a_broken_model_file_is_one_sentence_and_exit_code_2(tmp_path: Path) -> None:
+    broken = tmp_path / "z.gguf"
+    # Version 3 with one tensor "t" of 1 × 0 elements: a zero dimension has crashed other readers.
+    head = b"GGUF" + (3).to_bytes(4, "little") + (1).to_bytes(8, "little") + bytes(8) + (1).to_bytes(8, "little") + b"t"
+    broken.write_bytes(head + (2).to_bytes(4, "little") + (1).to_bytes(8, "little") + bytes(8 + 4 + 8))
+    with command(str(broken), "--port", "0") as process:
+        _, said = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 2
+    assert said.startswith("error: ")
+    assert "Traceback" not in said
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
 def test_a_signal_lets_the_running_stream_finish(tiny: Path, number: int, code: int) -> None:
     with serving(tiny) as served, connected(served) as client:
