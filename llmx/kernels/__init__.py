@@ -61,4 +61,6 @@ def _backend(name: str) -> ModuleType | None:
         if error.name != f"llmx.kernels.{name}":
             raise
         return None
+    if package.__file__ is None:  # a folder that only leftovers live in imports as a namespace
+        return None
     return package if getattr(package, "available", lambda: True)() else None

@@ -3,80 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from llmx.batch import Batch
-from llmx.cache.pools import Cache, LayerSpec
-from llmx.errors import UsageError
+from llmx.cache.pools import Cache
 from llmx.kernels import Kernels
 from llmx.layers.attention import Attention, Forward
 from llmx.layers.mlp import GatedMLP
 from llmx.layers.norm import RMSNorm
-from llmx.layers.rope import Rope, RopeConfig
+from llmx.layers.rope import Rope
+from llmx.layers.shape import Shape
 from llmx.layers.weights import Part, Weights
 
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 SEPARATE = {
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
 }
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Sizes and variations. Patterns (`windows`, `ropes`) are repeated over the layers.
-
-    windows: how far each layer's attention looks back; None: over all of the text. ropes: the rule of each layer;
-    None: no positions at all (NoPE). placement: "pre" norms (Llama), "sandwich" (Gemma: before and after each half) or
-    "post" (OLMo-2: after each half only). qk_norm: "" none, "head" per head (Qwen3), "full" over the projection
-    (OLMo-2). unit_offset: norms multiply by 1 + weight (Gemma). scale: of the attention scores; None: head_dim ** -0.5.
-    attention_cap, logit_cap: tanh soft-caps; 0: none. *_scale: factors on the embeddings, on what a layer adds to the
-    residual, and on the logits. fused: q, k and v, and gate and up, are stored as one tensor each (Phi-3).
-    """
-
-    vocab: int
-    hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    inner: int
-    max_position: int
-    eps: float
-    rope: RopeConfig | None = None
-    tied: bool = False
-    windows: tuple[int | None, ...] = (None,)
-    ropes: tuple[RopeConfig | None, ...] = ()
-    placement: str = "pre"
-    qk_norm: str = ""
-    unit_offset: bool = False
-    activation: str = "silu"
-    scale: float | None = None
-    attention_cap: float = 0.0
-    logit_cap: float = 0.0
-    embedding_scale: float = 1.0
-    residual_scale: float = 1.0
-    logit_scale: float = 1.0
-    fused: bool = False
-
-    def __post_init__(self) -> None:
-        if self.heads % self.kv_heads:
-            raise UsageError(f"{self.heads} attention heads can't share {self.kv_heads} key-value heads evenly.")
-        if self.activation not in ACTIVATIONS:
-            raise UsageError(f"The activation {self.activation!r} is not built; there are {', '.join(ACTIVATIONS)}.")
-        assert self.placement in ("pre", "sandwich", "post")
-        assert self.qk_norm in ("", "head", "full")
-
-    def rope_of(self, layer: int) -> RopeConfig | None:
-        return self.ropes[layer % len(self.ropes)] if self.ropes else self.rope
-
-    def specs(self) -> list[LayerSpec]:
-        """The KV of each layer."""
-        windows = (self.windows[i % len(self.windows)] for i in range(self.layers))
-        return [LayerSpec(self.kv_heads, self.head_dim, window) for window in windows]
 
 
 class Block:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from llmx.errors import UsageError
 from llmx.formats.fields import Fields
+from llmx.formats.gguf import Gguf
 
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
@@ -179,8 +180,56 @@ def _longrope(plain: RopeConfig, scaling: Fields, factor: float, where: str) -> 
             raise UsageError(f"{where}: {name} must hold {plain.rotated // 2} positive numbers, not {len(listed)}.")
     magnitude = scaling.number("attention_factor", None)
     if magnitude is None:
-        magnitude = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(plain.original))
+        magnitude = _longrope_magnitude(factor, plain.original)
     return RopeConfig(
         plain.theta, plain.rotated, plain.kind, factor, plain.original,
         magnitude=magnitude, divisors=short, long_divisors=long,
     )  # fmt: skip
+
+
+def _longrope_magnitude(factor: float, original: int) -> float:
+    return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+
+
+def rope_from_gguf(
+    fields: Fields, checkpoint: Gguf, architecture: str, head_dim: int, theta: float = 10000.0
+) -> RopeConfig:
+    """From GGUF's rope keys and tensors: rope_freqs.weight (llama3), rope_factors_short and _long (longrope)."""
+
+    def at(key: str) -> str:
+        return f"{architecture}.rope.{key}"
+
+    theta = fields.number(at("freq_base"), theta, low=1)
+    rotated = fields.integer(at("dimension_count"), head_dim, low=2, high=head_dim)
+    context = fields.integer(f"{architecture}.context_length", 2048, low=1)
+    original = fields.integer(at("scaling.original_context_length"), context, low=1)
+    if "rope_freqs.weight" in checkpoint:
+        divisors = _divisors(checkpoint, "rope_freqs.weight", rotated, fields.where)
+        return RopeConfig(theta, rotated, original=original, divisors=divisors)
+    if "rope_factors_long.weight" in checkpoint:
+        short = _divisors(checkpoint, "rope_factors_short.weight", rotated, fields.where)
+        long = _divisors(checkpoint, "rope_factors_long.weight", rotated, fields.where)
+        magnitude = fields.number(at("scaling.attn_factor"), None) or _longrope_magnitude(context / original, original)
+        return RopeConfig(
+            theta, rotated, "longrope", context / original, original,
+            magnitude=magnitude, divisors=short, long_divisors=long,
+        )  # fmt: skip
+    kind = fields.text(at("scaling.type"), "none", one_of=("none", "linear", "yarn", "longrope"))
+    if kind in ("none", "longrope"):
+        return RopeConfig(theta, rotated, original=original)
+    factor = fields.number(at("scaling.factor"), low=1)
+    if kind == "linear":
+        return RopeConfig(theta, rotated, kind, factor, original)
+    magnitude = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
+    magnitude *= fields.number(at("scaling.attn_factor"), 1.0)
+    fast, slow = fields.number(at("scaling.yarn_beta_fast"), 32.0), fields.number(at("scaling.yarn_beta_slow"), 1.0)
+    return RopeConfig(theta, rotated, kind, factor, original, beta_fast=fast, beta_slow=slow, magnitude=magnitude)
+
+
+def _divisors(checkpoint: Gguf, name: str, rotated: int, where: str) -> tuple[float, ...]:
+    if name not in checkpoint:
+        raise UsageError(f"{where}: the tensor {name} is missing.")
+    found = checkpoint.read(name).float()
+    if found.shape != (rotated // 2,) or not bool((found > 0).all()):
+        raise UsageError(f"{where}: {name} must hold {rotated // 2} positive numbers.")
+    return tuple(found.tolist())

@@ -1,0 +1,170 @@
+"""What differs between the decoders that `decoder` builds, and how its common part is read from HF configs and GGUF."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from llmx.cache.pools import LayerSpec
+from llmx.errors import UsageError
+from llmx.formats.fields import Fields
+from llmx.formats.gguf import Gguf
+from llmx.layers.rope import RopeConfig
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+HF_ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+}
+# GGUF's names for what every family here has; a family adds its own.
+GGUF_NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "model.layers.{i}.self_attn.q_proj": "blk.{i}.attn_q",
+    "model.layers.{i}.self_attn.k_proj": "blk.{i}.attn_k",
+    "model.layers.{i}.self_attn.v_proj": "blk.{i}.attn_v",
+    "model.layers.{i}.self_attn.o_proj": "blk.{i}.attn_output",
+    "model.layers.{i}.mlp.gate_proj": "blk.{i}.ffn_gate",
+    "model.layers.{i}.mlp.up_proj": "blk.{i}.ffn_up",
+    "model.layers.{i}.mlp.down_proj": "blk.{i}.ffn_down",
+}
+PRE_NORMS = {
+    "model.layers.{i}.input_layernorm": "blk.{i}.attn_norm",
+    "model.layers.{i}.post_attention_layernorm": "blk.{i}.ffn_norm",
+}
+QK_NORMS = {
+    "model.layers.{i}.self_attn.q_norm": "blk.{i}.attn_q_norm",
+    "model.layers.{i}.self_attn.k_norm": "blk.{i}.attn_k_norm",
+}
+# Groups of linears that share an input, behind what scales it: AWQ folds its scales there.
+SMOOTH = {
+    "input_layernorm": ("q_proj", "k_proj", "v_proj"),
+    "v_proj": ("o_proj",),
+    "post_attention_layernorm": ("gate_proj", "up_proj"),
+    "up_proj": ("down_proj",),
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes and variations. Patterns (`windows`, `ropes`) are repeated over the layers.
+
+    windows: how far each layer's attention looks back; None: over all of the text. ropes: the rule of each layer;
+    None: no positions at all (NoPE). placement: "pre" norms (Llama), "sandwich" (Gemma: before and after each half) or
+    "post" (OLMo-2: after each half only). qk_norm: "" none, "head" per head (Qwen3), "full" over the projection
+    (OLMo-2). unit_offset: norms multiply by 1 + weight (Gemma). scale: of the attention scores; None: head_dim ** -0.5.
+    attention_cap, logit_cap: tanh soft-caps; 0: none. *_scale: factors on the embeddings, on what a layer adds to the
+    residual, and on the logits. fused: q, k and v, and gate and up, are stored as one tensor each (Phi-3).
+    """
+
+    vocab: int
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    inner: int
+    max_position: int
+    eps: float
+    rope: RopeConfig | None = None
+    tied: bool = False
+    windows: tuple[int | None, ...] = (None,)
+    ropes: tuple[RopeConfig | None, ...] = ()
+    placement: str = "pre"
+    qk_norm: str = ""
+    unit_offset: bool = False
+    activation: str = "silu"
+    scale: float | None = None
+    attention_cap: float = 0.0
+    logit_cap: float = 0.0
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
+    fused: bool = False
+
+    def __post_init__(self) -> None:
+        if self.heads % self.kv_heads:
+            raise UsageError(f"{self.heads} attention heads can't share {self.kv_heads} key-value heads evenly.")
+        if self.activation not in ACTIVATIONS:
+            raise UsageError(f"The activation {self.activation!r} is not built; there are {', '.join(ACTIVATIONS)}.")
+        assert self.placement in ("pre", "sandwich", "post")
+        assert self.qk_norm in ("", "head", "full")
+
+    def rope_of(self, layer: int) -> RopeConfig | None:
+        return self.ropes[layer % len(self.ropes)] if self.ropes else self.rope
+
+    def specs(self) -> list[LayerSpec]:
+        """The KV of each layer."""
+        windows = (self.windows[i % len(self.windows)] for i in range(self.layers))
+        return [LayerSpec(self.kv_heads, self.head_dim, window) for window in windows]
+
+
+def sizes_from_hf(
+    fields: Fields, *, eps: float = 1e-6, tied: bool = False, activation: str = "hidden_act"
+) -> dict[str, Any]:
+    """The fields of Shape that every family's config.json names alike. Keywords: the family's defaults."""
+    hidden, heads = fields.integer("hidden_size", low=1), fields.integer("num_attention_heads", low=1)
+    named = fields.text(activation, "silu")
+    if named not in HF_ACTIVATIONS:
+        raise UsageError(
+            f"{fields.where}: the activation {named[:40]!r} is not built; there are {', '.join(HF_ACTIVATIONS)}."
+        )
+    return {
+        "vocab": fields.integer("vocab_size", low=1),
+        "hidden": hidden,
+        "layers": fields.integer("num_hidden_layers", low=1),
+        "heads": heads,
+        "kv_heads": fields.integer("num_key_value_heads", heads, low=1),
+        "head_dim": fields.integer("head_dim", hidden // heads, low=2),
+        "inner": fields.integer("intermediate_size", low=1),
+        "max_position": fields.integer("max_position_embeddings", 2048, low=1),
+        "eps": fields.number("rms_norm_eps", eps, low=0),
+        "tied": fields.boolean("tie_word_embeddings", tied),
+        "activation": HF_ACTIVATIONS[named],
+    }
+
+
+def windows_from_hf(
+    fields: Fields, layers: int, window: int | None, pattern: tuple[str, ...]
+) -> tuple[int | None, ...]:
+    """Each layer's window, by config.json's layer_types or, where it has none, by the family's `pattern`."""
+    kinds = fields.strings("layer_types", pattern)
+    if len(kinds) != layers:
+        raise UsageError(f"{fields.where}: layer_types names {len(kinds)} layers, num_hidden_layers is {layers}.")
+    if unknown := [kind for kind in kinds if kind not in ("full_attention", "sliding_attention")]:
+        raise UsageError(
+            f"{fields.where}: the layer type {unknown[0][:40]!r} is not built; there are full_attention "
+            "and sliding_attention."
+        )
+    if window is None and "sliding_attention" in kinds:
+        raise UsageError(f"{fields.where}: layer_types has sliding_attention, but sliding_window is not given.")
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def sizes_from_gguf(fields: Fields, checkpoint: Gguf, architecture: str) -> dict[str, Any]:
+    """The fields of Shape that GGUF names alike for every architecture; the vocabulary's size is the embedding's."""
+    if "token_embd.weight" not in checkpoint:
+        raise UsageError(f"{fields.where}: the tensor token_embd.weight is missing.")
+
+    def at(key: str) -> str:
+        return f"{architecture}.{key}"
+
+    if experts := fields.integer(at("expert_count"), 0):
+        raise UsageError(f"{fields.where}: {experts} experts; mixtures of experts are not built in this version.")
+    hidden, heads = fields.integer(at("embedding_length"), low=1), fields.integer(at("attention.head_count"), low=1)
+    return {
+        "vocab": checkpoint.stored("token_embd.weight").shape[0],
+        "hidden": hidden,
+        "layers": fields.integer(at("block_count"), low=1),
+        "heads": heads,
+        "kv_heads": fields.integer(at("attention.head_count_kv"), heads, low=1),
+        "head_dim": fields.integer(at("attention.key_length"), hidden // heads, low=2),
+        "inner": fields.integer(at("feed_forward_length"), low=1),
+        "max_position": fields.integer(at("context_length"), low=1),
+        "eps": fields.number(at("attention.layer_norm_rms_epsilon"), low=0),
+        "tied": "output.weight" not in checkpoint,
+    }

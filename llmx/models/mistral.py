@@ -1,0 +1,58 @@
+"""Mistral: Llama's shape, with a sliding window over every layer in the first version. Its GGUFs are llama's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from llmx.formats.fields import Fields
+from llmx.formats.gguf import Gguf
+from llmx.layers import shape
+from llmx.layers.decoder import Decoder
+from llmx.layers.rope import rope_from_gguf, rope_from_hf
+from llmx.layers.shape import Shape
+
+Model = Decoder
+ARCHITECTURES = ("MistralForCausalLM",)
+GGUF_ARCHITECTURES = ("mistral3",)
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+GGUF = shape.GGUF_NAMES | shape.PRE_NORMS
+GGUF_PERMUTED = {"q_proj": "heads", "k_proj": "kv_heads"}
+SMOOTH = shape.SMOOTH
+
+
+@dataclass(frozen=True)
+class Config(Shape):
+    """How Mistral's Shape is read."""
+
+    @classmethod
+    def from_hf(cls, fields: Fields) -> Config:
+        """`sliding_window` is null from version 0.2 on; left out, it is transformers' default of 4096."""
+        sizes = shape.sizes_from_hf(fields)
+        given = "sliding_window" in fields.data
+        window = fields.integer("sliding_window", None, low=1) if given else 4096
+        return cls(**sizes, rope=rope_from_hf(fields, sizes["head_dim"]), windows=(window,))
+
+    @classmethod
+    def from_gguf(cls, fields: Fields, checkpoint: Gguf) -> Config:
+        sizes = shape.sizes_from_gguf(fields, checkpoint, "mistral3")
+        window = fields.integer("mistral3.attention.sliding_window", None, low=1)
+        return cls(**sizes, rope=rope_from_gguf(fields, checkpoint, "mistral3", sizes["head_dim"]), windows=(window,))
+
+
+TINY = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 24,
+    "vocab_size": 160,
+    "max_position_embeddings": 512,
+    "rope_theta": 500.0,
+    "sliding_window": 33,
+}
+QUIRKS = {
+    "window": lambda config: replace(config, windows=(None,)),
+    "window edge": lambda config: replace(config, windows=(config.windows[0] + 1,)),
+    "rope base": lambda config: replace(config, rope=replace(config.rope, theta=2 * config.rope.theta)),
+}

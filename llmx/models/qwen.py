@@ -1,0 +1,71 @@
+"""Qwen 2, 2.5 (biases on q, k and v) and 3 (a norm on each head of q and k)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from llmx.formats.fields import Fields
+from llmx.formats.gguf import Gguf
+from llmx.layers import shape
+from llmx.layers.decoder import Decoder
+from llmx.layers.rope import rope_from_gguf, rope_from_hf
+from llmx.layers.shape import Shape
+
+Model = Decoder
+ARCHITECTURES = ("Qwen2ForCausalLM", "Qwen3ForCausalLM")
+GGUF_ARCHITECTURES = ("qwen2", "qwen3")
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+GGUF = shape.GGUF_NAMES | shape.PRE_NORMS | shape.QK_NORMS
+GGUF_PERMUTED: dict[str, str] = {}
+SMOOTH = shape.SMOOTH
+
+
+@dataclass(frozen=True)
+class Config(Shape):
+    """How Qwen's Shape is read."""
+
+    @classmethod
+    def from_hf(cls, fields: Fields) -> Config:
+        """With use_sliding_window, layers from `max_window_layers` on have the window, or those that layer_types names."""
+        third = "Qwen3ForCausalLM" in fields.strings("architectures")
+        sizes = shape.sizes_from_hf(fields)
+        if third and "head_dim" not in fields:
+            sizes["head_dim"] = 128
+        window = None
+        if fields.boolean("use_sliding_window", False):
+            window = fields.integer("sliding_window", 4096, low=1)
+        first = fields.integer("max_window_layers", 28, low=0)
+        named = ("sliding_attention" if window and i >= first else "full_attention" for i in range(sizes["layers"]))
+        windows = shape.windows_from_hf(fields, sizes["layers"], window, tuple(named))
+        rope = rope_from_hf(fields, sizes["head_dim"])
+        return cls(**sizes, rope=rope, windows=windows, qk_norm="head" if third else "")
+
+    @classmethod
+    def from_gguf(cls, fields: Fields, checkpoint: Gguf) -> Config:
+        architecture = fields.text("general.architecture")
+        sizes = shape.sizes_from_gguf(fields, checkpoint, architecture)
+        rope = rope_from_gguf(fields, checkpoint, architecture, sizes["head_dim"])
+        return cls(**sizes, rope=rope, qk_norm="head" if architecture == "qwen3" else "")
+
+
+_SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 160,
+    "max_position_embeddings": 512,
+    "rope_theta": 500.0,
+}
+TINY = (
+    ("Qwen2ForCausalLM", _SIZES),
+    ("Qwen3ForCausalLM", _SIZES | {"head_dim": 24}),
+    ("Qwen3ForCausalLM", _SIZES | {"use_sliding_window": True, "sliding_window": 33, "max_window_layers": 1}),
+)
+QUIRKS = {
+    "biases": ("q_proj.bias", "k_proj.bias", "v_proj.bias"),
+    "QK norm": lambda config: replace(config, qk_norm=""),
+    "QK norm weights": ("q_norm.weight", "k_norm.weight"),
+    "window edge": lambda config: replace(config, windows=tuple(w and w + 1 for w in config.windows)),
+}

@@ -1,0 +1,74 @@
+"""SmolLM3: Llama's shape, with every fourth layer knowing no positions (NoPE)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from llmx.errors import UsageError
+from llmx.formats.fields import Fields
+from llmx.formats.gguf import Gguf
+from llmx.layers import shape
+from llmx.layers.decoder import Decoder
+from llmx.layers.rope import rope_from_gguf, rope_from_hf
+from llmx.layers.shape import Shape
+
+Model = Decoder
+ARCHITECTURES = ("SmolLM3ForCausalLM",)
+GGUF_ARCHITECTURES = ("smollm3",)
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+GGUF = shape.GGUF_NAMES | shape.PRE_NORMS
+GGUF_PERMUTED = {"q_proj": "heads", "k_proj": "kv_heads"}
+SMOOTH = shape.SMOOTH
+INTERVAL = 4
+
+
+@dataclass(frozen=True)
+class Config(Shape):
+    """How SmolLM3's Shape is read."""
+
+    @classmethod
+    def from_hf(cls, fields: Fields) -> Config:
+        """`no_rope_layers` holds a 1 for each layer that turns (the name says the opposite); else each fourth doesn't."""
+        sizes = shape.sizes_from_hf(fields, tied=True)
+        layers = range(sizes["layers"])
+        interval = fields.integer("no_rope_layer_interval", INTERVAL, low=1)
+        turns = fields.integers("no_rope_layers", tuple(int((i + 1) % interval != 0) for i in layers))
+        if len(turns) != sizes["layers"]:
+            raise UsageError(
+                f"{fields.where}: no_rope_layers names {len(turns)} layers, num_hidden_layers is {sizes['layers']}."
+            )
+        window = None
+        if fields.boolean("use_sliding_window", False):
+            window = fields.integer("sliding_window", None, low=1)
+        named = tuple("sliding_attention" if window and not turn else "full_attention" for turn in turns)
+        if window is None:  # layer_types may name windows all the same: they don't count
+            windows: tuple[int | None, ...] = (None,)
+        else:
+            windows = shape.windows_from_hf(fields, sizes["layers"], window, named)
+        rope = rope_from_hf(fields, sizes["head_dim"], theta=2_000_000.0)
+        return cls(**sizes, ropes=tuple(rope if turn else None for turn in turns), windows=windows)
+
+    @classmethod
+    def from_gguf(cls, fields: Fields, checkpoint: Gguf) -> Config:
+        sizes = shape.sizes_from_gguf(fields, checkpoint, "smollm3")
+        rope = rope_from_gguf(fields, checkpoint, "smollm3", sizes["head_dim"])
+        return cls(**sizes, ropes=tuple(rope if (i + 1) % INTERVAL else None for i in range(sizes["layers"])))
+
+
+TINY = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 160,
+    "max_position_embeddings": 512,
+    "rope_theta": 500.0,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+QUIRKS = {
+    "layers without positions": lambda config: replace(config, ropes=config.ropes[:1]),
+    "which layers": lambda config: replace(config, ropes=config.ropes[1:] + config.ropes[:1]),
+}
