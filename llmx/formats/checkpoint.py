@@ -140,6 +140,9 @@ class MappedCheckpoint:
     def stored(self, name: str) -> Stored:
         return self._regions[name].stored
 
+    def region(self, name: str) -> Region:
+        return self._regions[name]
+
     def read(self, name: str, slices: Slices = WHOLE) -> torch.Tensor:
         view = _view(self._regions[name])
         for axis, (start, stop) in slices.items():

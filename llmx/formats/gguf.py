@@ -1,11 +1,13 @@
 """GGUF files, versions 2 and 3, little-endian: checked metadata and tensor table, then mapped bytes.
 
-Every count, length and offset is compared with the file's size before anything is allocated for it.
+Every count, length and offset is compared with the file's size before anything is allocated for it. A model split into
+several files (name-00001-of-00003.gguf...) is opened by the name of any of them.
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Mapping
 from itertools import pairwise
@@ -65,7 +67,10 @@ MAX_NAME, MAX_TEXT = 2**16, 2**24  # bytes
 
 
 class Gguf(MappedCheckpoint):
-    """An open GGUF file: a Checkpoint with its `metadata`: whole numbers, floats, bools, strings, and lists of them."""
+    """An open GGUF file: a Checkpoint with its `metadata`: whole numbers, floats, bools, strings, and lists of them.
+
+    Of a split model: the tensors of all parts, and path and metadata of the first, which has all but the tensors.
+    """
 
     def __init__(self, path: Path, metadata: Mapping[str, Any], regions: Mapping[str, Region]) -> None:
         super().__init__("gguf", regions)
@@ -74,13 +79,17 @@ class Gguf(MappedCheckpoint):
 
 
 def open_gguf(path: Path) -> Gguf:
-    """Opens and checks `path`; anything wrong with it is a UsageError of one sentence."""
+    """Opens and checks `path`, and the other parts of its model; anything wrong is a UsageError of one sentence."""
+    part = _open_part(path)
+    count = Fields(part.metadata, path.name).integer("split.count", 1, low=0)
+    return part if count < 2 else _join(part, count)
+
+
+def _open_part(path: Path) -> Gguf:
     cursor = _Cursor(MappedFile(path))
     tensors, pairs = _read_header(cursor)
     metadata = _read_metadata(cursor, pairs)
-    fields = Fields(metadata, cursor.name)
-    _refuse_split(fields)
-    return Gguf(path, metadata, _read_tensors(cursor, tensors, _alignment(fields)))
+    return Gguf(path, metadata, _read_tensors(cursor, tensors, _alignment(Fields(metadata, cursor.name))))
 
 
 class _Cursor:
@@ -206,13 +215,51 @@ def _strings(cursor: _Cursor, count: int, what: str) -> list[str]:
     return strings
 
 
-def _refuse_split(fields: Fields) -> None:
-    parts = fields.integer("split.count", 1, low=0)
-    if parts > 1:
+def _join(part: Gguf, count: int) -> Gguf:
+    """The whole model that `part` is one of `count` parts of."""
+    paths = _part_paths(part.path, count)
+    parts = [part if path == part.path else _open_part(path) for path in paths]
+    regions: dict[str, Region] = {}
+    for index, other in enumerate(parts):
+        fields = Fields(other.metadata, other.path.name)
+        says = (fields.integer("split.no", low=0) + 1, fields.integer("split.count", low=0))
+        if says != (index + 1, count):
+            raise UsageError(
+                f"{other.path.name} says that it is part {says[0]} of {says[1]}, not part {index + 1} of {count}.",
+                hint="Fetch all parts of one model again, and keep their names.",
+            )
+        for name in other.names():
+            if name in regions:
+                first = regions[name].file.path.name
+                raise UsageError(f"Tensor {shown(name)} is stored twice: in {first} and in {other.path.name}.")
+            regions[name] = other.region(name)
+    for other in parts:
+        total = Fields(other.metadata, other.path.name).integer("split.tensors.count", len(regions))
+        if total != len(regions):
+            raise UsageError(
+                f"{other.path.name} says that all parts hold {total:,} tensors, but they hold {len(regions):,}.",
+                hint="Are the parts all of one model?",
+            )
+    return Gguf(paths[0], parts[0].metadata, regions)
+
+
+def _part_paths(path: Path, count: int) -> list[Path]:
+    """Paths of all parts, `path` among them, all there."""
+    match = re.fullmatch(r"(.*)-(\d{5})-of-(\d{5})(\.gguf)", path.name, re.DOTALL | re.IGNORECASE)
+    if match is None or int(match[3]) != count or not 1 <= int(match[2]) <= count:
         raise UsageError(
-            f"{fields.where} is one of the {parts} parts of a split model, which llmx does not read yet.",
-            hint="Join them with llama.cpp: llama-gguf-split --merge FIRST_PART OUTPUT.",
+            f"{path.name} is one of the {count} parts of a split model, and its name doesn't say which.",
+            hint=f"The parts' names must end in -00001-of-{count:05}.gguf and so on, as they were made.",
         )
+    paths = [path.with_name(f"{match[1]}-{index:05}-of-{count:05}{match[4]}") for index in range(1, count + 1)]
+    missing = [other.name for other in paths if not other.is_file()]
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise UsageError(
+            f"{path.name} is one of {count} parts of a split model, and {missing[0]}{more} is not beside it.",
+            hint="Fetch all parts into one folder.",
+        )
+    return paths
 
 
 def _alignment(fields: Fields) -> int:

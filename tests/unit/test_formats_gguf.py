@@ -200,7 +200,7 @@ BAD: dict[str, tuple[bytes, str]] = {
     "alignment 0": (wf.gguf([wf.u32("general.alignment", 0)]), "general.alignment must be a whole number between"),
     "alignment 24": (wf.gguf([wf.u32("general.alignment", 24)]), "general.alignment must be a power of two"),
     "alignment a string": (wf.gguf([wf.string("general.alignment", "32")]), "general.alignment must be a whole number"),
-    "split": (wf.gguf([wf.u32("split.count", 3)]), "one of the 3 parts of a split model"),
+    "split": (wf.gguf([wf.u32("split.count", 3)]), "one of the 3 parts of a split model, and its name"),
     "long tensor name": (wf.gguf([], [Tensor("n" * 65537)], floats(32)), "the name of tensor 0 has 65,537 bytes"),
     "tensor twice": (wf.gguf([], [Tensor("t"), Tensor("t", offset=128)], floats(64)), "tensor 't' appears twice"),
     "five dimensions": (wf.gguf([], [Tensor(dims=(1, 1, 1, 1, 1))], floats(32)), "has 5 dimensions"),
