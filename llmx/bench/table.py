@@ -19,18 +19,23 @@ def show(console: Console, found: Findings) -> None:
     """Print the tables of the parts that have figures, then what bounds them."""
     results, info = found.results(), found.info
     kind = f"{info.parameters / 1e6:,.1f} M parameters, {'+'.join(info.schemes)}"
-    line = f"{info.model}: {info.architecture}, {kind}; computed in {info.dtype} on {info.device}"
-    console.print(line + (f", {info.threads} threads" if info.device == "cpu" else ""), soft_wrap=True, highlight=False)
+    where = info.device + (f", {info.threads} threads" if info.device == "cpu" else "")
+    console.out(f"{info.model}: {info.architecture}, {kind}; computed in {info.dtype} on {where}", highlight=False)
     if found.plan.prompt_len or found.plan.gen_len:
         console.print(_rates(found, results))
+    lines = []
     if "serving" in results:
         console.print(_serving(results["serving"]))
-        for line in serving_lines(results["serving"]):
-            console.print(line, soft_wrap=True, highlight=False)
-    for part, limit in found.limits().items():
-        console.print(bound_line(part, limit), soft_wrap=True, highlight=False)
+        lines += serving_lines(results["serving"])
+        if found.plan.concurrency > info.max_num_seqs:
+            lines.append(
+                f"Note: the engine runs {info.max_num_seqs} sequences at once (--max-num-seqs); the rest waited."
+            )
+    lines += [bound_line(part, limit) for part, limit in found.limits().items()]
     if found.interrupted:
-        console.print("Interrupted: these are the figures up to there.", soft_wrap=True)
+        lines.append("Interrupted: these are the figures up to there.")
+    for line in lines:
+        console.out(line, highlight=False)
 
 
 def number(value: float | None, decimals: int = 2) -> str:
