@@ -123,6 +123,19 @@ def test_no_model_means_the_demo_and_stderr_says_so(tmp_path: Path) -> None:
     assert result.exit_code == 1
 
 
+def test_bad_files_are_refused_before_torch_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "bad.gguf").write_bytes(b"GGUF" + bytes(7))
+    script = (
+        "import sys; from llmx.cli import app\n"
+        f"try: app(['bench', {str(tmp_path / 'bad.gguf')!r}])\n"
+        "except SystemExit as end: code = end.code\n"
+        "print(code, 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "2 False\n", done.stderr
+    assert done.stderr.startswith("error: ")
+
+
 @pytest.mark.parametrize("awaited", ["prefill: 2 of", "serving: 2 of"])
 def test_an_interrupt_reports_what_was_done_and_exits_130(tmp_path: Path, awaited: str) -> None:
     flags = ["-p", "64", "-n", "2", "-r", "1000" if awaited.startswith("prefill") else "2"]
