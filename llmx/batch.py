@@ -227,6 +227,7 @@ def build(tips: Tips, drafts: Drafts) -> Batch:
     slots = [slots_of(table, row, logical, size) for table in tips.tables]
     if alive is not None:
         slots = [torch.where(alive, slot, slot % size) for slot in slots]  # a dead node's KV goes to nobody's block
+        prefix = torch.where(alive, prefix, 0)  # and it sees nothing: its own slot may hold anything
     slack = [r.after.room if r.after else 0 for r in rows]
     high = tuple(int(r.start + n + s) for r, n, s in zip(rows, lengths, slack, strict=True))
     return Batch(

@@ -23,6 +23,7 @@ class EngineConfig:
     max_num_batched_tokens: token budget of one step. block_size: tokens in a KV block.
     memory_utilization: share of the free memory (CPU) or of the device's memory (CUDA) that weights and KV may use.
     kv_cache_bytes: bytes for the KV cache, instead of that share. threads: CPU threads (None: as the machine allows).
+    tensor_parallel_size: processes that share the model, each with a part of every layer.
     """
 
     model: str = "demo"
@@ -39,6 +40,7 @@ class EngineConfig:
     overlap: bool | None = None
     threads: int | None = None
     seed: int = 0
+    tensor_parallel_size: int = 1
 
     def __post_init__(self) -> None:
         for flag, value, allowed in (("dtype", self.dtype, DTYPES), ("kv-cache-dtype", self.kv_cache_dtype, KV_DTYPES)):
@@ -52,6 +54,7 @@ class EngineConfig:
             ("max-num-batched-tokens", self.max_num_batched_tokens),
             ("threads", self.threads),
             ("kv-cache-bytes", self.kv_cache_bytes),
+            ("tp", self.tensor_parallel_size),
         ):
             if number is not None and number < 1:
                 raise UsageError(f"--{flag} must be at least 1, not {number}.")
@@ -83,6 +86,7 @@ class EngineInfo:
     num_blocks: int  # of the largest KV group, without the block that is nobody's
     kv_cache_bytes: int
     vocab_size: int
+    tensor_parallel_size: int
     load_seconds: float
 
 

@@ -18,7 +18,6 @@ from llmx.core import Completion, Delta, Logprob, Output, Request, SamplingParam
 from llmx.detokenizer import Detokenizer
 from llmx.engine.launch import Client, InProcess, Spawned
 from llmx.engine.messages import Abort, Add, Ask, Failed, Measured, Message, Refused, Tokens
-from llmx.engine.service import Core
 from llmx.errors import LlmxError, RequestError, UsageError
 from llmx.formats.hub import DEMO, Located, pull
 from llmx.tokenizer import Tokenizer, load_tokenizer
@@ -140,6 +139,7 @@ class Stream:
             self._llm.send(Abort(self.id))
             for choice in self._choices:
                 choice.finish = choice.finish or "abort"
+            self._mailbox.put(self, Abort(self.id))  # wakes whoever waits for more
         self._llm.forget(self)
 
     def output(self) -> Output:
@@ -245,7 +245,7 @@ class LLM:
         self.maybe_tokenizer: Tokenizer | None = None
         if not self.config.model.startswith("random:"):
             self.maybe_tokenizer = _tokenizer(pull(self.config.model, progress))
-        self._client: Client = Spawned(self.config, progress) if spawn else InProcess(Core.load(self.config, progress))
+        self._client = _client(self.config, spawn, progress)
         self.info: EngineInfo = self._client.info
         self.failed: str | None = None
         self._streams: dict[str, Stream] = {}
@@ -445,6 +445,14 @@ class LLM:
             streams = list(self._streams.values())
         for stream in streams:
             stream._mailbox.put(stream, message)
+
+
+def _client(config: EngineConfig, spawn: bool, progress: Callable[[int, int], None] | None) -> Client:
+    if spawn:
+        return Spawned(config, progress)
+    from llmx.engine.service import Core  # torch, which a front with a spawned core does without
+
+    return InProcess(Core.load(config, progress))
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmx.core import Sequence
+from llmx.core import SamplingParams, Sequence
 from llmx.kernels import Kernels
 
 CHOICE_STREAM = 0  # the Philox stream of a sequence's own tokens; a rejection sampler takes another
 CANDIDATES = 1024  # so many of the likeliest tokens are looked at before a full sort
-MASK64 = 2**64 - 1
+LEAST_TEMPERATURE = 1e-5  # below it a draw is greedy: logits divided by less could overflow
+MASK32, MASK64 = 2**32 - 1, 2**64 - 1
 
 
 @dataclass(frozen=True)
@@ -60,8 +61,8 @@ def draw(logits: Tensor, points: Points, kernels: Kernels) -> Draws:
         return torch.tensor([get(p) for p in params], dtype=torch.float32, device=device)[points.index, None]
 
     warped = _ban(_penalise(logits, points, column), points)
-    if any(p.temperature > 0 for p in params):
-        temperature = column(lambda p: p.temperature)
+    if any(_samples(p) for p in params):
+        temperature = column(lambda p: p.temperature if _samples(p) else 0.0)
         warped = warped / torch.where(temperature > 0, temperature, 1.0)
         warped = _truncate(warped, params, column)
         keys = [sibling_seed(s.request.seed, s.sibling) for s in points.sequences]
@@ -73,8 +74,24 @@ def draw(logits: Tensor, points: Points, kernels: Kernels) -> Draws:
     if not wanted:
         return Draws(tokens)
     scores = logits.log_softmax(-1)
-    top = scores.topk(max(1, *wanted), -1)
-    return Draws(tokens, scores.gather(1, tokens[:, None])[:, 0], (top.values, top.indices))
+    return Draws(tokens, scores.gather(1, tokens[:, None])[:, 0], likeliest(scores, max(1, *wanted)))
+
+
+def likeliest(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """(rows, vocab) f32 -> values and tokens (rows, count), best first, ties to the lower token.
+
+    A plain `topk` chooses among ties by how many are asked for, so a request's answer would hang on its neighbours'.
+    """
+    bits = scores.view(torch.int32).long()
+    order = torch.where(bits < 0, -(bits & 0x7FFFFFFF), bits)  # whole numbers that compare as the scores do
+    tokens = torch.arange(scores.shape[1], device=scores.device)
+    keys = ((order << 32) + (MASK32 - tokens)).topk(min(count, scores.shape[1]), -1).values
+    chosen = MASK32 - (keys & MASK32)
+    return scores.gather(1, chosen), chosen
+
+
+def _samples(params: SamplingParams) -> bool:
+    return params.temperature >= LEAST_TEMPERATURE
 
 
 def _penalise(logits: Tensor, points: Points, column: Callable[..., Tensor]) -> Tensor:
@@ -108,7 +125,8 @@ def _ban(logits: Tensor, points: Points) -> Tensor:
         bias += [(i, token, value) for token, value in s.request.params.logit_bias]
         if s.request.params.min_tokens:
             until = s.prompt_len + s.request.params.min_tokens
-            stops += [(i, token, until) for token in s.request.stops]
+            # A tokenizer may know end tokens that the model has no logit for.
+            stops += [(i, token, until) for token in s.request.stops if token < logits.shape[1]]
     if not bias and not stops:
         return logits
     device, logits = logits.device, logits.clone()
@@ -131,10 +149,10 @@ def _ban(logits: Tensor, points: Points) -> Tensor:
 
 def _truncate(logits: Tensor, params: list[Any], column: Callable[..., Tensor]) -> Tensor:
     """top-k, top-p (Holtzman et al. 2020) of what top-k leaves, min-p (Nguyen et al. 2024). Ties at an edge stay."""
-    ks = [p.top_k for p in params if p.temperature > 0 and p.top_k > 0]
-    if any(p.temperature > 0 and p.top_p < 1 for p in params) or ks:
+    ks = [p.top_k for p in params if _samples(p) and p.top_k > 0]
+    if any(_samples(p) and p.top_p < 1 for p in params) or ks:
         logits = _nucleus(logits, max(ks, default=0), column)
-    if any(p.temperature > 0 and p.min_p > 0 for p in params):
+    if any(_samples(p) and p.min_p > 0 for p in params):
         floor = logits.amax(-1, keepdim=True) + torch.log(column(lambda p: p.min_p))
         logits = torch.where(logits < floor, -torch.inf, logits)
     return logits

@@ -55,10 +55,9 @@ class Scheduler:
             raise RequestError(
                 f"n={request.params.n} is more than the {limits.running} sequences that run at once.", param="n"
             )
-        needed = self.blocks.blocks_for(longest - 1)  # the last token's KV is never written
-        if needed > self.blocks.capacity:
+        if short := self.blocks.shortage(longest - 1):  # the last token's KV is never written
             raise RequestError(
-                f"{longest} tokens need {needed} KV blocks; the cache has {self.blocks.capacity}.", param="max_tokens"
+                f"{longest} tokens need {short[0]} KV blocks; the cache has {short[1]}.", param="max_tokens"
             )
         siblings = [Sequence(request, i, self.arrivals, list(request.prompt)) for i in range(request.params.n)]
         self.arrivals += 1
@@ -111,11 +110,13 @@ class Scheduler:
         if flying is not None:
             start += flying.count  # at least: from `computed`, since the flying row's own start may have been a guess
             remaining = 1 if flying.draws else len(sequence.tokens) - start
-        count = min(remaining, budget)
+        slack = flying.room if flying else 0
+        count = min(remaining, budget, self.blocks.reach(sequence) - slack - start)
+        if flying and count <= 0:  # what is in flight fills a window group; its windows move on when it lands
+            return None
         if sequence.unborn and remaining > 1:  # stop before the last token, so that each sibling draws from it
             count = min(count, remaining - 1)
         assert count > 0, "a row without tokens would be scheduled for ever"
-        slack = flying.room if flying else 0
         while (moved := self.blocks.reserve(sequence, start + count + slack)) is None:
             if not preempt or (victim := self._victim(sequence)) is None:
                 return None
@@ -184,6 +185,10 @@ class Scheduler:
         if sequence.finish is None:
             sequence.finish = "abort"
             self._end(sequence)
+            if heirs := [s for s in sequence.unborn if s.finish is None]:  # they live on: the next computes the prompt
+                heirs[0].unborn = heirs[1:]
+                insort(self.waiting, heirs[0], key=lambda s: s.age)
+            sequence.unborn = []
 
     def _end(self, sequence: Sequence) -> None:
         self.blocks.release(sequence)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 KEY_TILE = 128  # a multiple of every block size
-LEAST_ROWS = 4  # torch's f32 matmul gives other bits for one to three rows
+ROWS = 4  # torch's f32 product on the CPU gives a row equal bits in any multiple of this many rows, not in others
 LOWEST = -1e30
 
 
@@ -137,7 +137,7 @@ def _attend(
 ) -> Tensor:
     width, heads, kv_heads = bucket.queries.shape[1], q.shape[1], keys.shape[0]
     group = heads // kv_heads
-    padding = max(0, LEAST_ROWS - width * group)
+    padding = -(width * group) % ROWS
     query = (q[bucket.queries].float() * scale).unflatten(2, (kv_heads, group))  # (U, C, kv_heads, group, head_dim)
     query = query.permute(2, 0, 1, 3, 4).flatten(2, 3)  # (kv_heads, U, C * group, head_dim)
     query = torch.nn.functional.pad(query, (0, 0, 0, padding))

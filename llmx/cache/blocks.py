@@ -89,11 +89,20 @@ class BlockManager:
         self.pools = [Pool(shape) for shape in groups]
         self.key = os.urandom(32) if key is None else key
 
-    @property
-    def capacity(self) -> int:
-        """Blocks that one sequence can count on in the tightest group that keeps all of its text."""
-        whole = [p.count - 1 for p in self.pools if p.window is None]
-        return min(whole) if whole else min(p.count - 1 for p in self.pools)
+    def shortage(self, tokens: int) -> tuple[int, int] | None:
+        """(blocks that a text of so many tokens needs, blocks there are) of a group that is too small for it alone."""
+        for pool in self.pools:
+            needed = self.blocks_for(tokens)
+            if pool.window is not None:  # the rest of its window may begin in mid-block, and one token is computed
+                needed = min(needed, self.blocks_for(pool.window - 1) + 1)
+            if needed > pool.count - 1:
+                return needed, pool.count - 1
+        return None
+
+    def reach(self, sequence: Sequence) -> int:
+        """The slot that its tables could reach up to if it were alone: a window group may be smaller than its text."""
+        passed = (pool.first_needed(sequence.computed, self.size) for pool in self.pools)
+        return min((pool.count - 1 + n) * self.size for pool, n in zip(self.pools, passed, strict=True))
 
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.size)

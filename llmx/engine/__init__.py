@@ -1,1 +1,1 @@
-"""The engine: the step (`engine`), the core behind messages (`service`), and where the core runs (`launch`)."""
+"""The engine: the step (`engine`), the core behind messages (`service`), and where it runs (`launch`, `worker`)."""

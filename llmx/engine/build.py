@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from llmx.formats.hub import Located, locate
 from llmx.kernels import Kernels
 from llmx.loading import CheckpointWeights, RandomWeights, Shard
 from llmx.models import Opened, open_model, random_shape
+from llmx.parallel.group import Alone, Group
 from llmx.scheduler import Limits
 
 RANDOM = "random:"
@@ -26,6 +27,7 @@ CPU_KV_BYTES = 4 * GIB  # unless more is asked for, or one sequence needs more
 ACTIVATION_SHARE = 0.05  # of the memory in play, for activations
 
 Progress = Callable[[int, int], None]
+Join = Callable[[torch.device], Group]
 
 
 @dataclass(frozen=True)
@@ -38,29 +40,40 @@ class Fit:
     blocks: tuple[int, ...]
 
 
-def build_engine(config: EngineConfig, progress: Progress | None = None) -> tuple[Engine, EngineInfo]:
-    """Load a model and give it the cache that fits. UsageError if the files or the sizes can't work."""
+def build_engine(
+    config: EngineConfig, progress: Progress | None = None, join: Join | None = None
+) -> tuple[Engine, EngineInfo]:
+    """Load a model, or one rank's share of it, and give it the cache that fits.
+
+    join: gives the group of ranks, once the files are known to be good. UsageError if files or sizes can't work.
+    """
     began = time.monotonic()
+    ranks = config.tensor_parallel_size
     device = resolve_device(config.device)
     if device.type == "cpu":
-        torch.set_num_threads(config.threads or thread_count())
+        torch.set_num_threads(config.threads or max(1, thread_count() // ranks))
     free = available_memory(device) if device.type == "cpu" else total_memory(device)
     kernels = Kernels(device.type)
     located = None if config.model.startswith(RANDOM) else locate(config.model)
     opened = None if located is None else open_model(located)
     family, shape = random_shape(config.model[len(RANDOM) :]) if opened is None else (opened.family, opened.config)
+    shape.check_ranks(ranks)
+    group: Group = Alone() if join is None else join(device)
     dtype = _dtype(config, opened, device)
     kv_dtype = dtype if config.kv_cache_dtype == "auto" else _torch_dtype(config.kv_cache_dtype)
     length = _length(config, shape.max_position)
+    shard = Shard(group.rank, group.size)
     if opened is None:
-        weights: Any = RandomWeights(config.seed, dtype, device, kernels)
+        weights: Any = RandomWeights(config.seed, dtype, device, kernels, shard=shard)
     else:
-        weights = CheckpointWeights(opened.checkpoint, opened.names, Shard(), dtype, device, kernels, progress=progress)
+        weights = CheckpointWeights(opened.checkpoint, opened.names, shard, dtype, device, kernels, progress=progress)
     with torch.inference_mode():
-        model = family.Model(shape, weights, kernels, length=length, device=device)
-    specs = shape.specs()
+        model = family.Model(shape, weights, kernels, length=length, device=device, group=group)
+    specs = model.specs
     taken = _taken(free, device)
     fit = _fit(config, specs, length, kv_dtype, free, taken, device)
+    agreed = group.agree(torch.tensor([fit.length, *fit.blocks], device=device)).tolist()  # rank 0 decides for all
+    fit = replace(fit, length=agreed[0], blocks=tuple(agreed[1:]))
     overlap = device.type == "cuda" if config.overlap is None else config.overlap
     engine = Engine(
         model,
@@ -91,6 +104,7 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> tupl
         num_blocks=fit.blocks[0] - 1,
         kv_cache_bytes=engine.cache.bytes,
         vocab_size=shape.vocab,
+        tensor_parallel_size=ranks,
         load_seconds=time.monotonic() - began,
     )
     return engine, info

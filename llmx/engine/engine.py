@@ -14,7 +14,7 @@ from llmx.cache.blocks import BlockManager, GroupShape
 from llmx.cache.pools import Cache, windows_of
 from llmx.core import Landed, Logprob, Request, Row, Sequence
 from llmx.errors import UsageError
-from llmx.sampler import Draws, draw
+from llmx.sampler import Draws, draw, likeliest
 from llmx.scheduler import Limits, Scheduler
 from llmx.speculative.base import Drafter, Lent, NoDrafter
 from llmx.speculative.verify import Verdict, emit, points, verify
@@ -61,7 +61,7 @@ class Engine:
         poison: bool = False,
     ) -> None:
         drafter = drafter or NoDrafter()
-        needs, specs = drafter.needs, model.config.specs()
+        needs, specs = drafter.needs, model.specs
         every = [*specs, *needs.layers]
         windows, depth = windows_of(every), needs.tokens if needs.depth is None else needs.depth
         if narrow := [w for w in windows if w is not None and w <= depth]:
@@ -110,6 +110,7 @@ class Engine:
         rows, drafts, batch = step.rows, step.drafts, step.batch
         logits = self.model.head(step.hidden[batch.sample])
         draws = draw(logits, points(rows, drafts, batch), self.model.kernels) if len(batch.sample) else _none(logits)
+        draws = replace(draws, tokens=self.model.group.agree(draws.tokens))  # of several ranks rank 0 has the say
         verdict = verify(drafts, batch, draws)
         self.drafter.observe(drafts, batch, verdict.kept, step.taps, self.lent)
         self.cache.settle(batch, verdict.kept, step.taps)
@@ -150,7 +151,7 @@ def score_prompts(model: Any, rows: list[Row], batch: Batch, hidden: Tensor) -> 
     at = 0
     for r, (row, length) in enumerate(zip(rows, batch.lengths, strict=True)):
         sequence = row.sequence
-        if sequence.request.params.prompt_logprobs is not None and sequence.sibling == 0:
+        if sequence.request.params.prompt_logprobs is not None:
             last = min(row.start + row.count, sequence.prompt_len - 1)
             places += [(r, at + p - row.start, p + 1) for p in range(row.start, last)]
         at += length
@@ -160,7 +161,7 @@ def score_prompts(model: Any, rows: list[Row], batch: Batch, hidden: Tensor) -> 
         actual = [rows[r].sequence.tokens[p] for r, _, p in chunk]
         scores = model.head(hidden[tokens]).log_softmax(-1)
         width = max(1, *(rows[r].sequence.request.params.prompt_logprobs or 0 for r, _, _ in chunk))
-        values, ids = scores.topk(width, -1)
+        values, ids = likeliest(scores, width)
         own = scores.gather(1, torch.tensor(actual, device=hidden.device)[:, None])[:, 0].tolist()
         table = zip(chunk, actual, own, ids.tolist(), values.tolist(), strict=True)
         for (r, _, position), token, value, top_ids, top_values in table:

@@ -18,6 +18,22 @@ class Start:
 
 
 @dataclass(frozen=True)
+class Follow:
+    """To a further rank, first of all: which one it is, and where rank 0 keeps the group's store (a loopback port)."""
+
+    config: EngineConfig
+    rank: int
+    port: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """To a further rank: what rank 0 has taken since its last step, and that it steps now."""
+
+    messages: tuple[Message, ...]
+
+
+@dataclass(frozen=True)
 class Add:
     request: Request
 
@@ -95,25 +111,36 @@ class Failed:
     exit_code: int = 1
 
 
-Message = Start | Add | Abort | Ask | Stop | Progress | Ready | Tokens | Refused | Measured | Failed
+Message = Start | Follow | Step | Add | Abort | Ask | Stop | Progress | Ready | Tokens | Refused | Measured | Failed
 KINDS: dict[str, type] = {kind.__name__: kind for kind in Message.__args__}
 NESTED: dict[str, type] = {"config": EngineConfig, "info": EngineInfo, "metrics": Metrics}
 
 
 def encode(message: Message) -> bytes:
     """One JSON object, UTF-8, without a newline."""
+    return json.dumps(_body(message), separators=(",", ":")).encode()
+
+
+def _body(message: Message) -> dict[str, Any]:
+    if isinstance(message, Step):
+        return {"kind": "Step", "messages": [_body(inner) for inner in message.messages]}
     body = asdict(message)
     if isinstance(message, Add):
         request = message.request
         body["request"] |= {"eos": sorted(request.eos), "salt": request.salt.hex()}
         body["request"].pop("stops", None)
-    return json.dumps({"kind": type(message).__name__} | body, separators=(",", ":")).encode()
+    return {"kind": type(message).__name__} | body
 
 
 def decode(data: bytes) -> Message:
     """The inverse. A message that doesn't fit the schema is a bug, and raises ValueError."""
-    body = json.loads(data)
+    return _message(json.loads(data))
+
+
+def _message(body: dict[str, Any]) -> Message:
     kind = KINDS[body.pop("kind")]
+    if kind is Step:
+        return Step(tuple(_message(inner) for inner in body["messages"]))
     if kind is Add:
         return Add(_request(body["request"]))
     for name, nested in NESTED.items():

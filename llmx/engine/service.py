@@ -10,14 +10,16 @@ from llmx.core import Landed, Sequence
 from llmx.engine.build import build_engine
 from llmx.engine.engine import Engine
 from llmx.engine.messages import Abort, Add, Ask, Measured, Message, Refused, Tokens
+from llmx.engine.ranks import Followers
 from llmx.errors import RequestError
 
 
 class Core:
     """One engine and the requests in it. Not thread-safe: whoever steps it also hands it its messages."""
 
-    def __init__(self, engine: Engine, info: EngineInfo) -> None:
-        self.engine, self.info = engine, info
+    def __init__(self, engine: Engine, info: EngineInfo, followers: Followers | None = None) -> None:
+        self.engine, self.info, self.followers = engine, info, followers
+        self._untold: list[Message] = []  # what the other ranks have not heard of yet
         self.requests: dict[str, list[Sequence]] = {}
         self.metrics = Metrics()
         self._totals: dict[str, int] = dict.fromkeys(
@@ -27,7 +29,16 @@ class Core:
 
     @classmethod
     def load(cls, config: EngineConfig, progress: Callable[[int, int], None] | None = None) -> Core:
-        return cls(*build_engine(config, progress))
+        if config.tensor_parallel_size == 1:
+            return cls(*build_engine(config, progress))
+        followers = Followers(config)
+        try:
+            core = cls(*build_engine(config, progress, followers.join), followers)
+            followers.wait_ready()
+        except BaseException:
+            followers.close()
+            raise
+        return core
 
     @property
     def busy(self) -> bool:
@@ -36,6 +47,8 @@ class Core:
 
     def handle(self, message: Message) -> list[Message]:
         """Take one message; what there is to answer at once."""
+        if self.followers is not None and isinstance(message, Add | Abort):
+            self._untold.append(message)
         match message:
             case Add(request):
                 try:
@@ -50,9 +63,17 @@ class Core:
         return []
 
     def step(self) -> list[Message]:
-        """One step of the engine; what it gave."""
+        """One step of the engine; what it gave. LlmxError if another rank has died."""
         began = time.perf_counter()
-        landed = self.engine.step()
+        if self.followers is not None:
+            self.followers.step(tuple(self._untold))
+            self._untold.clear()
+        try:
+            landed = self.engine.step()
+        except RuntimeError:  # what a collective raises when a rank is gone
+            time.sleep(0.2)
+            self.check()
+            raise
         self._seconds += time.perf_counter() - began
         if landed is None:
             if self.busy:
@@ -64,6 +85,15 @@ class Core:
         for id in {item.sequence.request.id for item in landed if item.sequence.finish}:
             self._forget(id)  # after all were told: several choices of a request may finish in one step
         return told
+
+    def check(self) -> None:
+        """LlmxError if another rank has died."""
+        if self.followers is not None:
+            self.followers.check()
+
+    def close(self) -> None:
+        if self.followers is not None:
+            self.followers.close()
 
     def measure(self) -> Metrics:
         scheduler = self.engine.scheduler

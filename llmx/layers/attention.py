@@ -15,6 +15,7 @@ from llmx.kernels import Kernels
 from llmx.layers.linear import Linear
 from llmx.layers.norm import RMSNorm
 from llmx.layers.rope import RopeConfig
+from llmx.parallel.group import Group
 
 
 @dataclass
@@ -36,8 +37,9 @@ class Forward:
 class Attention:
     """qkv and output projection around the attention op.
 
-    index: the layer's place in the cache. scale: of the scores. cap: their tanh soft-cap, 0 for none. rope: None
-    leaves q and k unturned. norms: of q and k before they turn, over each head or all of them, as wide as their weight.
+    index: the layer's place in the cache. heads: this rank's. scale: of the scores. cap: their tanh soft-cap, 0 for
+    none. rope: None leaves q and k unturned. norms: of q and k before they turn, over each head or all of them, as wide
+    as their weight.
     """
 
     def __init__(
@@ -52,8 +54,9 @@ class Attention:
         rope: RopeConfig | None,
         norms: tuple[RMSNorm, RMSNorm] | None,
         kernels: Kernels,
+        group: Group,
     ) -> None:
-        self.qkv, self.out, self.index, self.heads = qkv, out, index, heads
+        self.qkv, self.out, self.index, self.heads, self.group = qkv, out, index, heads, group
         self.scale, self.cap, self.rope, self.norms = scale, cap, rope, norms
         self._write, self._plan = kernels.get("rope_and_write"), kernels.get("plan_attention")
         self._attend = kernels.get("attention")
@@ -67,15 +70,21 @@ class Attention:
         q = self._write(self._normed(self.qkv(x), spec.head_dim), self.heads, keys, values, slots, cos, sin)
         plan = step.plan(self._plan, self.index)
         seen = self._attend(q, keys, values, plan, self.scale, window=spec.window, first=spec.first, cap=self.cap)
-        return self.out(seen.flatten(1))
+        return self.group.sum(self.out(seen.flatten(1)))
 
     def _normed(self, qkv: Tensor, head_dim: int) -> Tensor:
         if self.norms is None:
             return qkv
         kv_heads = (qkv.shape[1] // head_dim - self.heads) // 2
         q, k, v = qkv.split([self.heads * head_dim, kv_heads * head_dim, kv_heads * head_dim], 1)
-        q, k = (
-            norm(part.reshape(-1, len(norm.weight))).view_as(part)
-            for norm, part in zip(self.norms, (q, k), strict=True)
-        )
-        return torch.cat([q, k, v], 1)
+        return torch.cat([self._norm(q, self.norms[0]), self._norm(k, self.norms[1]), v], 1)
+
+    def _norm(self, part: Tensor, norm: RMSNorm) -> Tensor:
+        """Over each head, or over all heads of all ranks, as wide as the weight is."""
+        width, size = len(norm.weight), self.group.size
+        if width <= part.shape[1]:
+            return norm(part.reshape(-1, width)).view_as(part)
+        copies = part.shape[1] * size // width  # ranks that share a key head each hold a copy of it
+        whole = self.group.gather(part).unflatten(1, (size, -1))[:, ::copies].flatten(1)
+        place = self.group.rank // copies * part.shape[1]
+        return norm(whole)[:, place : place + part.shape[1]]

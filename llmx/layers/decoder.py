@@ -16,6 +16,7 @@ from llmx.layers.norm import RMSNorm
 from llmx.layers.rope import Rope
 from llmx.layers.shape import Shape
 from llmx.layers.weights import Part, Weights
+from llmx.parallel.group import Alone, Group
 
 SEPARATE = {
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -26,7 +27,7 @@ SEPARATE = {
 class Block:
     """One decoder layer."""
 
-    def __init__(self, shape: Shape, index: int, weights: Weights, kernels: Kernels) -> None:
+    def __init__(self, shape: Shape, index: int, weights: Weights, kernels: Kernels, group: Group) -> None:
         self.shape, self.index = shape, index
         name = f"model.layers.{index}"
         sandwich, post = shape.placement == "sandwich", shape.placement == "post"
@@ -37,14 +38,14 @@ class Block:
             self.before_mlp = self._norm(part, weights, kernels)
         self.after_attention = self._norm("post_attention_layernorm", weights, kernels) if sandwich or post else None
         self.after_mlp = self._norm("post_feedforward_layernorm", weights, kernels) if sandwich or post else None
-        self.attention = _attention(shape, index, weights, kernels)
+        self.attention = _attention(shape, index, weights, kernels, group)
         parts = [Part(f"{name}.{p}", shape.inner) for p in SEPARATE["gate_up"]]
         if shape.fused:
             stored = (f"{name}.mlp.gate_up_proj", 2 * shape.inner)
             parts = [Part(stored[0], shape.inner, first=i * shape.inner, total=stored[1]) for i in range(2)]
         gate_up = weights.column(parts, shape.hidden)
         down = weights.row(f"{name}.mlp.down_proj", shape.hidden, shape.inner)
-        self.mlp = GatedMLP(gate_up, down, shape.activation, kernels)
+        self.mlp = GatedMLP(gate_up, down, shape.activation, kernels, group)
 
     def __call__(self, x: Tensor, step: Forward) -> Tensor:
         """(rows, hidden) -> (rows, hidden)"""
@@ -74,7 +75,7 @@ def norm_of(shape: Shape, weight: Tensor, kernels: Kernels) -> RMSNorm:
     return RMSNorm(weight + 1 if shape.unit_offset else weight, shape.eps, kernels)
 
 
-def _attention(shape: Shape, index: int, weights: Weights, kernels: Kernels) -> Attention:
+def _attention(shape: Shape, index: int, weights: Weights, kernels: Kernels, group: Group) -> Attention:
     name, dim = f"model.layers.{index}", shape.head_dim
     heads = (shape.heads, shape.kv_heads, shape.kv_heads)
     parts = [Part(f"{name}.{p}", n * dim, n) for p, n in zip(SEPARATE["qkv"], heads, strict=True)]
@@ -94,24 +95,38 @@ def _attention(shape: Shape, index: int, weights: Weights, kernels: Kernels) -> 
         qkv,
         out,
         index=index,
-        heads=shape.heads,
+        heads=shape.heads // group.size,
         scale=dim**-0.5 if shape.scale is None else shape.scale,
         cap=shape.attention_cap,
         rope=shape.rope_of(index),
         norms=norms,
         kernels=kernels,
+        group=group,
     )
 
 
 class Decoder:
-    """embed / layers[a:b] / norm / head. `length`: the served context, which the rotary tables cover."""
+    """embed / layers[a:b] / norm / head. `length`: the served context, which the rotary tables cover.
 
-    def __init__(self, shape: Shape, weights: Weights, kernels: Kernels, *, length: int, device: torch.device) -> None:
-        self.config, self.kernels = shape, kernels
+    In a tensor-parallel `group` this is one rank's share; what goes in and comes out is whole on every rank.
+    """
+
+    def __init__(
+        self,
+        shape: Shape,
+        weights: Weights,
+        kernels: Kernels,
+        *,
+        length: int,
+        device: torch.device,
+        group: Group | None = None,
+    ) -> None:
+        self.config, self.kernels, self.group = shape, kernels, group or Alone()
+        self.specs = shape.specs(self.group.size)
         self.embedding = weights.embedding("model.embed_tokens", shape.vocab, shape.hidden)
         rules = {rule for i in range(shape.layers) if (rule := shape.rope_of(i)) is not None}
         self.ropes = {rule: Rope(rule, length, device) for rule in rules}
-        self.layers = [Block(shape, i, weights, kernels) for i in range(shape.layers)]
+        self.layers = [Block(shape, i, weights, kernels, self.group) for i in range(shape.layers)]
         self.final = norm_of(shape, weights.vector("model.norm", shape.hidden), kernels)
         self.output = weights.head(
             "lm_head", shape.vocab, shape.hidden, tied_to="model.embed_tokens" if shape.tied else None
@@ -119,7 +134,7 @@ class Decoder:
 
     def embed(self, tokens: Tensor) -> Tensor:
         """(rows,) -> (rows, hidden)"""
-        x = self.embedding(tokens)
+        x = self.group.sum(self.embedding(tokens))
         if self.config.embedding_scale == 1.0:
             return x
         return x * torch.tensor(
@@ -132,7 +147,7 @@ class Decoder:
 
     def head(self, x: Tensor) -> Tensor:
         """(rows, hidden) after the norm -> (rows, vocab) logits, f32"""
-        logits = self.output(x).float()
+        logits = self.group.gather(self.output(x))[:, : self.config.vocab].float()
         if self.config.logit_scale != 1.0:
             logits = logits * self.config.logit_scale
         if self.config.logit_cap:

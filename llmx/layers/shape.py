@@ -97,10 +97,30 @@ class Shape:
     def rope_of(self, layer: int) -> RopeConfig | None:
         return self.ropes[layer % len(self.ropes)] if self.ropes else self.rope
 
-    def specs(self) -> list[LayerSpec]:
-        """The KV of each layer."""
+    def specs(self, ranks: int = 1) -> list[LayerSpec]:
+        """The KV of each layer on one of `ranks`: its share of the heads, one at least."""
         windows = (self.windows[i % len(self.windows)] for i in range(self.layers))
-        return [LayerSpec(self.kv_heads, self.head_dim, window) for window in windows]
+        return [LayerSpec(max(1, self.kv_heads // ranks), self.head_dim, window) for window in windows]
+
+    def check_ranks(self, ranks: int) -> None:
+        """UsageError if heads or the MLP's width can't be split evenly."""
+        for count, what in ((self.heads, "attention heads"), (self.inner, "MLP features")):
+            if count % ranks:
+                fits = [n for n in range(1, min(count, 64) + 1) if count % n == 0 and self._kv_fits(n)]
+                raise UsageError(f"{count} {what} can't be split over {ranks} ranks; {_either(fits)} would do.")
+        if not self._kv_fits(ranks):
+            fits = [n for n in range(1, self.heads + 1) if self.heads % n == 0 and self._kv_fits(n)]
+            raise UsageError(
+                f"{self.kv_heads} key-value heads can't be split over {ranks} ranks; {_either(fits)} would do."
+            )
+
+    def _kv_fits(self, ranks: int) -> bool:
+        return self.kv_heads % ranks == 0 or ranks % self.kv_heads == 0
+
+
+def _either(numbers: list[int]) -> str:
+    *most, last = map(str, numbers)
+    return f"{', '.join(most)} or {last}" if most else last
 
 
 def sizes_from_hf(

@@ -26,7 +26,7 @@ class Config(Shape):
 
     @classmethod
     def from_hf(cls, fields: Fields) -> Config:
-        """With use_sliding_window, layers from `max_window_layers` on have the window, or those that layer_types names."""
+        """With use_sliding_window, layers from `max_window_layers` on have the window, or as layer_types says."""
         third = "Qwen3ForCausalLM" in fields.strings("architectures")
         sizes = shape.sizes_from_hf(fields)
         if third and "head_dim" not in fields:

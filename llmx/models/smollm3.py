@@ -28,7 +28,7 @@ class Config(Shape):
 
     @classmethod
     def from_hf(cls, fields: Fields) -> Config:
-        """`no_rope_layers` holds a 1 for each layer that turns (the name says the opposite); else each fourth doesn't."""
+        """`no_rope_layers` holds a 1 for each layer that turns (the name says the opposite); else 3 of 4 do."""
         sizes = shape.sizes_from_hf(fields, tied=True)
         layers = range(sizes["layers"])
         interval = fields.integer("no_rope_layer_interval", INTERVAL, low=1)

@@ -1,0 +1,101 @@
+"""Messages between processes: length-prefixed JSON over an inherited socket pair."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+
+from llmx.engine.messages import Message, Stop, decode, encode
+
+HEADER = struct.Struct("<I")
+LARGEST = 2**28  # bytes of one message
+
+
+class Channel:
+    """Length-prefixed messages over a socket."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self.socket = end
+        self._sending = threading.Lock()
+        self._buffer = bytearray()
+
+    def send(self, message: Message) -> None:
+        data = encode(message)
+        with self._sending:
+            self.socket.sendall(HEADER.pack(len(data)) + data)
+
+    def receive(self, timeout: float | None) -> list[Message]:
+        """What has arrived, waiting at most `timeout` seconds (None: for ever) for the first. EOFError at the end."""
+        found = self._parse()
+        while not found:
+            ready, _, _ = select.select([self.socket], [], [], timeout)
+            if not ready:
+                return []
+            data = self.socket.recv(1 << 18)
+            if not data:
+                raise EOFError
+            self._buffer += data
+            found = self._parse()
+        return found
+
+    def _parse(self) -> list[Message]:
+        found: list[Message] = []
+        at = 0
+        while len(self._buffer) - at >= HEADER.size:
+            (length,) = HEADER.unpack_from(self._buffer, at)
+            assert length <= LARGEST, "a message is longer than any that is sent"
+            if len(self._buffer) - at - HEADER.size < length:
+                break
+            at += HEADER.size
+            found.append(decode(bytes(self._buffer[at : at + length])))
+            at += length
+        del self._buffer[:at]
+        return found
+
+
+class Process:
+    """Another process of this engine and the channel to it. It ends when this end closes, also if we are killed."""
+
+    def __init__(self) -> None:
+        mine, theirs = socket.socketpair()
+        with theirs:
+            command = [sys.executable, "-m", "llmx.engine.worker", str(theirs.fileno())]
+            environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+            # A session of its own: Ctrl-C is for the front, which tells the others what to do.
+            self.process = subprocess.Popen(
+                command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=environment, start_new_session=True
+            )
+        self.channel = Channel(mine)
+
+    def send(self, message: Message) -> None:
+        """A dead process is noticed by `receive`, not here."""
+        with contextlib.suppress(OSError):
+            self.channel.send(message)
+
+    def fate(self) -> str | None:
+        """How it ended; None while it runs."""
+        code = self.process.poll()
+        if code is None:
+            return None
+        return f"by signal {-code}" if code < 0 else f"with exit code {code}"
+
+    def close(self) -> None:
+        """Ask it to end, then make it."""
+        self.send(Stop())
+        with contextlib.suppress(OSError):
+            self.channel.socket.close()
+        for number in (None, signal.SIGTERM, signal.SIGKILL):
+            if number is not None:
+                self.process.send_signal(number)
+            try:
+                self.process.wait(3.0)
+                return
+            except subprocess.TimeoutExpired:
+                continue

@@ -1,0 +1,88 @@
+"""The main program of an engine process: a whole core, or one further rank of it."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import time
+
+import torch
+
+from llmx.config import EngineConfig
+from llmx.engine.build import build_engine
+from llmx.engine.channel import Channel
+from llmx.engine.messages import Failed, Follow, Progress, Ready, Start, Step, Stop
+from llmx.engine.service import Core
+from llmx.errors import LlmxError
+from llmx.parallel.group import Group, Ranks
+
+IDLE_SECONDS = 1.0  # between looks at the other ranks
+
+
+def main(channel: Channel) -> None:
+    """Do what the first message says until the other end says stop or goes away."""
+    try:
+        first, *_ = channel.receive(None)  # `Stop` may have come along; then the end of the channel follows
+        match first:
+            case Start(config):
+                serve(channel, config)
+            case Follow(config, rank, port):
+                follow(channel, config, rank, port)
+    except LlmxError as error:
+        channel.send(Failed(error.message, error.hint, error.exit_code))
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return
+    except Exception as error:
+        channel.send(Failed(f"The engine failed: {type(error).__name__}: {error}", "this is a bug; please report it"))
+        raise
+
+
+def serve(channel: Channel, config: EngineConfig) -> None:
+    """A core: answer messages and step."""
+    last = 0.0
+
+    def progress(done: int, total: int) -> None:
+        nonlocal last
+        if done == total or time.monotonic() - last > 0.1:
+            last = time.monotonic()
+            channel.send(Progress(done, total))
+
+    core = Core.load(config, progress)
+    try:
+        channel.send(Ready(core.info))
+        while True:
+            for message in channel.receive(0 if core.busy else IDLE_SECONDS):
+                if isinstance(message, Stop):
+                    return
+                for answer in core.handle(message):
+                    channel.send(answer)
+            core.check()
+            if core.busy:
+                for said in core.step():
+                    channel.send(said)
+    finally:
+        core.close()
+
+
+def follow(channel: Channel, config: EngineConfig, rank: int, port: int) -> None:
+    """A further rank: take the messages that rank 0 took, and make its steps."""
+
+    def join(device: torch.device) -> Group:
+        group = Ranks(rank, config.tensor_parallel_size, device, port)
+        group.join()
+        return group
+
+    core = Core(*build_engine(config, join=join))
+    channel.send(Ready(core.info))
+    while True:
+        for step in channel.receive(None):
+            if isinstance(step, Stop):
+                return
+            assert isinstance(step, Step)
+            for message in step.messages:
+                core.handle(message)
+            core.step()
+
+
+if __name__ == "__main__":
+    main(Channel(socket.socket(fileno=int(sys.argv[1]))))

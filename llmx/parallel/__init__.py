@@ -1,0 +1,1 @@
+"""Ranks that compute one model together: the collectives that layers call. engine/ranks starts them."""
