@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -42,7 +43,7 @@ class Hub:
     stalled: threading.Event = field(default_factory=threading.Event)
     closing: threading.Event = field(default_factory=threading.Event)
     status: int | None = None  # answered to every request
-    html: bool = False  # what a captive portal says
+    body: bytes | None = None  # answered to every request, as a captive portal does
 
     def add(self, name: str, files: dict[str, bytes], **options: bool) -> Repository:
         return self.repositories.setdefault(name, Repository(files, **options))
@@ -76,8 +77,8 @@ class Handler(BaseHTTPRequestHandler):
             return self._send(404, b"")
         self.hub.requests.append((self.command, path))
         self.hub.agents.add(self.headers.get("User-Agent", ""))
-        if self.hub.html:
-            return self._send(200, b"<html>Please log in.</html>", {"Content-Type": "text/html"})
+        if self.hub.body is not None:
+            return self._send(200, self.hub.body)
         if self.hub.status:
             return self._send(self.hub.status, b"{}")
         token = self.headers.get("Authorization", "").removeprefix("Bearer ")
@@ -154,11 +155,18 @@ def etag(content: bytes, large: bool) -> str:
     return (hashlib.sha256 if large else hashlib.sha1)(content).hexdigest()
 
 
+class Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exception(), ConnectionError):  # a client that has left is none
+            super().handle_error(request, client_address)
+
+
 @contextmanager
 def serve() -> Iterator[Hub]:
     hub = Hub()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("BoundHandler", (Handler,), {"hub": hub}))
-    server.daemon_threads = True
+    server = Server(("127.0.0.1", 0), type("BoundHandler", (Handler,), {"hub": hub}))
     hub.url = f"http://127.0.0.1:{server.server_port}"
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()

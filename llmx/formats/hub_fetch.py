@@ -7,6 +7,7 @@ never used, its finished files are kept for the next one, and until then the com
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import os
 import re
@@ -131,10 +132,17 @@ def _ask(name: HubName) -> ModelInfo:
     from llmx import __version__
 
     api = HfApi(library_name="llmx", library_version=__version__)
-    info = api.model_info(name.repo, revision=name.revision, files_metadata=True, timeout=constants.HF_HUB_ETAG_TIMEOUT)
-    if not _COMMIT.fullmatch(info.sha or ""):
-        raise ValueError("no commit in the answer")
-    return info
+    timeout = constants.HF_HUB_ETAG_TIMEOUT
+    try:
+        info = api.model_info(name.repo, revision=name.revision, files_metadata=True, timeout=timeout)
+        if _COMMIT.fullmatch(info.sha or ""):
+            return info
+    except (json.JSONDecodeError, TypeError, KeyError):
+        pass
+    raise LlmxError(
+        f"{_endpoint()} answers as no hub does to a request for {name}.",
+        hint="Check HF_ENDPOINT, and any proxy or login page.",
+    )
 
 
 def _download(name: HubName, commit: str, files: list[RepoSibling], progress: Callable[[int, int], None]) -> None:
@@ -235,7 +243,7 @@ def _explained(name: HubName) -> Iterator[None]:
     from huggingface_hub import errors
 
     # HTTPError is that of the HTTP library under this version of huggingface_hub; no host, no answer, a broken one.
-    # RuntimeError is hf_xet's, ValueError an answer that is none of the hub's, or an address that is no address.
+    # RuntimeError is hf_xet's, ValueError an address that is no address.
     expected: tuple[type[Exception], ...]
     expected = (errors.HTTPError, OSError, ValueError, RuntimeError)  # type: ignore[attr-defined]
     try:

@@ -16,7 +16,7 @@ from typing import Any
 import fake_hub
 import pytest
 from fake_hub import TOKEN, Hub
-from huggingface_hub import constants, file_download
+from huggingface_hub import constants, file_download, hf_hub_download
 from weight_files import safetensors
 
 from llmx.errors import LlmxError, UsageError
@@ -70,7 +70,8 @@ def names(folder: Path) -> list[str]:
 
 
 def blobs(cache: Path) -> list[Path]:
-    return sorted(path for path in cache.rglob("blobs/*") if path.is_file())
+    """Finished files."""
+    return sorted(path for path in cache.rglob("blobs/*") if path.is_file() and path.suffix != ".incomplete")
 
 
 def nothing(done: int, total: int) -> None:
@@ -118,6 +119,15 @@ def test_what_is_there_needs_no_request(remote: Hub, monkeypatch: pytest.MonkeyP
         assert not remote.requests
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert hub.pull("org/name", newest=True).path.is_dir()
+    assert not remote.requests
+
+
+def test_what_huggingface_hub_has_fetched_for_others_is_used(remote: Hub) -> None:
+    remote.add("org/name", CONFIG | SHARDED | {"x-Q8_0.gguf": GGUF})
+    folder = {Path(hf_hub_download("org/name", file)).parent for file in (*CONFIG, *SHARDED, "x-Q8_0.gguf")}.pop()
+    remote.requests.clear()
+    assert hub.locate("org/name").path == folder
+    assert hub.pull("org/name:Q8_0").path == folder / "x-Q8_0.gguf"
     assert not remote.requests
 
 
@@ -252,7 +262,9 @@ def test_a_gated_repository_says_what_to_do(
         ({"status": 404}, "answers with status 404"),
         ({"status": 503}, "answers with status 503"),
         ({"status": 403}, "refuses org/name with status 403"),
-        ({"html": True}, "can't be fetched from http://127"),
+        ({"body": b"<html>Please log in.</html>"}, "answers as no hub does"),
+        ({"body": b"{}"}, "answers as no hub does"),
+        ({"body": b"[1]"}, "answers as no hub does"),
     ],
 )
 def test_a_hub_that_fails_is_a_sentence(remote: Hub, answer: dict[str, Any], message: str) -> None:
@@ -330,7 +342,7 @@ def test_a_disk_that_is_too_small_is_said_before_anything_large_comes(
     assert hub.pull("org/name") == located
 
 
-def test_a_write_that_fails_is_a_sentence_and_leaves_no_part(
+def test_a_write_that_fails_is_a_sentence_and_nothing_is_used(
     remote: Hub, monkeypatch: pytest.MonkeyPatch, cache: Path
 ) -> None:
     remote.add("org/name", {"x-Q8_0.gguf": GGUF})
