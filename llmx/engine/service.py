@@ -21,7 +21,6 @@ class Core:
         self.engine, self.info, self.followers = engine, info, followers
         self._untold: list[Message] = []  # what the other ranks have not heard of yet
         self.requests: dict[str, list[Sequence]] = {}
-        self.metrics = Metrics()
         self._totals: dict[str, int] = dict.fromkeys(
             ("steps", "most_running", "prompt_tokens", "cached_tokens", "computed_tokens", "generated_tokens"), 0
         ) | dict.fromkeys(("finished", "aborted", "slots_held", "slots_live", "drafted_tokens", "accepted_tokens"), 0)
