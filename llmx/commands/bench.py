@@ -53,6 +53,7 @@ def bench(
     memory_utilization: o.MemoryUtilization = 0.9,
     block_size: o.BlockSize = 16,
     threads: o.Threads = None,
+    tp: o.TensorParallel = 1,
 ) -> None:
     """Measure a model here: prefill and decode rates of one request, then throughput and latencies of many.
 
@@ -77,6 +78,7 @@ def bench(
         memory_utilization=memory_utilization,
         block_size=block_size,
         threads=threads,
+        tp=tp,
         seed=seed,
     )
     ready(name)

@@ -63,6 +63,7 @@ def generate(
     max_num_batched_tokens: o.MaxNumBatchedTokens = None,
     memory_utilization: o.MemoryUtilization = 0.9,
     threads: o.Threads = None,
+    tp: o.TensorParallel = 1,
 ) -> None:
     """Continue a prompt, or answer it: chat if the model has a chat template and --raw is not given.
 
@@ -97,6 +98,7 @@ def generate(
         max_num_batched_tokens=max_num_batched_tokens,
         memory_utilization=memory_utilization,
         threads=threads,
+        tp=tp,
     )
     ready(name)
     from llmx.llm import LLM

@@ -68,6 +68,15 @@ PrefixCaching = Annotated[
 Threads = Annotated[
     int | None, typer.Option("--threads", help="CPU threads; default: as many as may run.", rich_help_panel=_ENGINE)
 ]
+TensorParallel = Annotated[
+    int,
+    typer.Option(
+        "--tp",
+        "--tensor-parallel-size",
+        help="Processes that share the model, each with a part of every layer (on CUDA: one device each).",
+        rich_help_panel=_ENGINE,
+    ),
+]
 Seed = Annotated[
     int | None, typer.Option("--seed", help="Makes sampling repeatable; default: a fresh one.", rich_help_panel=_ENGINE)
 ]
@@ -104,6 +113,8 @@ def engine_config(model: str, **flags: Any) -> EngineConfig:
     """
     if flags.get("seed", 0) is None:
         del flags["seed"]
+    if "tp" in flags:
+        flags["tensor_parallel_size"] = flags.pop("tp")
     return EngineConfig(model=model, **flags)
 
 

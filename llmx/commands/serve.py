@@ -40,6 +40,7 @@ def serve(
     block_size: o.BlockSize = 16,
     prefix_caching: o.PrefixCaching = True,
     threads: o.Threads = None,
+    tp: o.TensorParallel = 1,
     seed: o.Seed = None,
 ) -> None:
     """Serve /v1/completions and /v1/chat/completions, plain and streamed. Stop it with Ctrl-C."""
@@ -60,6 +61,7 @@ def serve(
         block_size=block_size,
         prefix_caching=prefix_caching,
         threads=threads,
+        tp=tp,
         seed=seed,
     )
     from llmx.server.listen import bind
