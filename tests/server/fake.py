@@ -32,6 +32,7 @@ INFO = EngineInfo(
     num_blocks=20,
     kv_cache_bytes=2**20,
     vocab_size=256,
+    tensor_parallel_size=1,
     load_seconds=0.1,
 )
 
