@@ -139,6 +139,7 @@ class Sequence:
     finish: str | None = None  # "stop", "length" or "abort"
     stopped_by: int | None = None  # the token id behind finish "stop"
     cached: int = 0  # prompt tokens that the first admission found in the prefix cache
+    started: float = 0.0  # time.monotonic() of the first admission
     drafted: int = 0
     accepted: int = 0
     preemptions: int = 0

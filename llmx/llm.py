@@ -76,7 +76,8 @@ class Choice:
 class Stream:
     """The deltas of one request: iterate plainly or with `async for`; it ends after every choice has finished.
 
-    `cached_tokens` and `prompt_logprobs` are known from the first delta on. LlmxError if the engine fails on the way.
+    `cached_tokens`, `started` (when it left the queue, by time.monotonic()) and `prompt_logprobs` are known from the
+    first delta on. LlmxError if the engine fails on the way.
     Leaving early is the caller's to say: `abort()`, `aclose()`, or use it as a context manager.
     """
 
@@ -84,6 +85,7 @@ class Stream:
         self.id, self.prompt, self.prompt_token_ids = request.id, prompt, request.prompt
         self.params = request.params
         self.cached_tokens = 0
+        self.started = 0.0
         self._llm, self._mailbox = llm, mailbox
         self._scores: dict[int, Logprob] = {}
         tokenizer = llm.maybe_tokenizer
@@ -164,7 +166,7 @@ class Stream:
         match message:
             case Tokens():
                 self._scores.update(message.prompt_logprobs)
-                self.cached_tokens = message.cached
+                self.cached_tokens, self.started = message.cached, message.started
                 if self._choices[message.choice].finish is None:
                     self._grow(message)
             case Refused(_, text, param, code, status):
@@ -328,14 +330,16 @@ class LLM:
         return self.open(prompt, params or SamplingParams())
 
     def metrics(self) -> Metrics:
-        """The core's counters now. LlmxError if it has failed."""
+        """The core's counters now: it answers between two steps. LlmxError if it has failed."""
         number, answered, found = next(self._numbers), threading.Event(), list[Metrics]()
         self._measured[number] = (answered, found)
-        self.send(Ask(number))
-        while not answered.wait(POLL_SECONDS):
-            if not self.alive():
-                raise LlmxError(self.failed or "The engine has been closed.")
-        del self._measured[number]
+        try:
+            self.send(Ask(number))
+            while not answered.wait(POLL_SECONDS):
+                if not self.alive():
+                    raise LlmxError(self.failed or "The engine has been closed.")
+        finally:
+            del self._measured[number]
         return found[0]
 
     def alive(self) -> bool:

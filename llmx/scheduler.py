@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from bisect import insort
 from dataclasses import dataclass, replace
 
@@ -98,7 +99,7 @@ class Scheduler:
                 self.blocks.release(sequence)
                 break
             if not sequence.preemptions:
-                sequence.cached = sequence.computed
+                sequence.cached, sequence.started = sequence.computed, time.monotonic()
             insort(self.running, self.waiting.pop(0), key=lambda s: s.age)
             self._fork(sequence)  # a prefix hit may leave nothing but the last token
             rows.append(row)

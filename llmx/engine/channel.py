@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 
-from llmx.engine.messages import Message, Stop, decode, encode
+from llmx.engine.messages import Message, decode, encode
 
 HEADER = struct.Struct("<I")
 LARGEST = 2**28  # bytes of one message
@@ -87,9 +87,10 @@ class Process:
         return f"by signal {-code}" if code < 0 else f"with exit code {code}"
 
     def close(self) -> None:
-        """Ask it to end, then make it."""
-        self.send(Stop())
+        """Hang up, which ends it; if it does not, make it."""
         with contextlib.suppress(OSError):
+            # Shut down, not only closed: a thread of ours may be writing to a process that doesn't read.
+            self.channel.socket.shutdown(socket.SHUT_RDWR)
             self.channel.socket.close()
         for number in (None, signal.SIGTERM, signal.SIGKILL):
             if number is not None:

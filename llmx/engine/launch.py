@@ -7,6 +7,7 @@ import subprocess
 import threading
 from collections import deque
 from collections.abc import Callable
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Protocol
 
 from llmx.config import EngineConfig, EngineInfo
@@ -62,13 +63,18 @@ class InProcess:
 
 
 class Spawned:
-    """The core in a process of its own, so that nothing here takes the interpreter lock from its steps."""
+    """The core in a process of its own, so that nothing here takes the interpreter lock from its steps.
+
+    It reads between two steps, and a long prompt is more than a socket holds: so a thread writes, and no sender waits.
+    """
 
     def __init__(self, config: EngineConfig, progress: Callable[[int, int], None] | None = None) -> None:
         self._core = Process()
         self.process = self._core.process
+        self._outbox: SimpleQueue[Message | None] = SimpleQueue()
+        threading.Thread(target=self._write, name="llmx-outbox", daemon=True).start()
         try:
-            self._core.channel.send(Start(config))
+            self.send(Start(config))
             self.info = self._wait_ready(progress)
         except BaseException:
             self.close()
@@ -87,7 +93,11 @@ class Spawned:
                         raise (UsageError if exit_code == UsageError.exit_code else LlmxError)(text, hint)
 
     def send(self, message: Message) -> None:
-        self._core.send(message)
+        self._outbox.put(message)
+
+    def _write(self) -> None:
+        while (message := self._outbox.get()) is not None:
+            self._core.send(message)
 
     def receive(self, timeout: float) -> list[Message]:
         try:
@@ -99,4 +109,5 @@ class Spawned:
             return [Failed(f"The engine process ended {how}.", "its last words are above; --debug shows more")]
 
     def close(self) -> None:
+        self._outbox.put(None)
         self._core.close()

@@ -54,11 +54,6 @@ class Ask:
 
 
 @dataclass(frozen=True)
-class Stop:
-    """End the core."""
-
-
-@dataclass(frozen=True)
 class Progress:
     """While a model loads: bytes done and in all."""
 
@@ -73,7 +68,11 @@ class Ready:
 
 @dataclass(frozen=True)
 class Tokens:
-    """What a step added to one choice. `cached` counts prompt tokens found in the prefix cache."""
+    """What a step added to one choice.
+
+    cached: prompt tokens found in the prefix cache. started: when the request left the queue, by `time.monotonic()`,
+    which the processes of one machine share.
+    """
 
     id: str
     choice: int
@@ -83,6 +82,7 @@ class Tokens:
     stopped_by: int | None = None
     logprobs: tuple[Logprob, ...] | None = None
     prompt_logprobs: tuple[tuple[int, Logprob], ...] = ()
+    started: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class Failed:
     exit_code: int = 1
 
 
-Message = Start | Follow | Step | Add | Abort | Ask | Stop | Progress | Ready | Tokens | Refused | Measured | Failed
+Message = Start | Follow | Step | Add | Abort | Ask | Progress | Ready | Tokens | Refused | Measured | Failed
 KINDS: dict[str, type] = {kind.__name__: kind for kind in Message.__args__}
 NESTED: dict[str, type] = {"config": EngineConfig, "info": EngineInfo, "metrics": Metrics}
 

@@ -119,6 +119,7 @@ class Core:
             sequence.stopped_by,
             None if item.logprobs is None else tuple(item.logprobs),
             tuple(sorted(item.prompt_logprobs.items())),
+            first.started,
         )
         if sequence.finish:
             self._totals["finished"] += 1

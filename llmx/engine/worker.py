@@ -11,7 +11,7 @@ import torch
 from llmx.config import EngineConfig
 from llmx.engine.build import build_engine
 from llmx.engine.channel import Channel
-from llmx.engine.messages import Failed, Follow, Progress, Ready, Start, Step, Stop
+from llmx.engine.messages import Failed, Follow, Progress, Ready, Start, Step
 from llmx.engine.service import Core
 from llmx.errors import LlmxError
 from llmx.parallel.group import Group, Ranks
@@ -20,9 +20,9 @@ IDLE_SECONDS = 1.0  # between looks at the other ranks
 
 
 def main(channel: Channel) -> None:
-    """Do what the first message says until the other end says stop or goes away."""
+    """Do what the first message says until the other end goes away."""
     try:
-        first, *_ = channel.receive(None)  # `Stop` may have come along; then the end of the channel follows
+        first, *_ = channel.receive(None)
         match first:
             case Start(config):
                 serve(channel, config)
@@ -52,8 +52,6 @@ def serve(channel: Channel, config: EngineConfig) -> None:
         channel.send(Ready(core.info))
         while True:
             for message in channel.receive(0 if core.busy else IDLE_SECONDS):
-                if isinstance(message, Stop):
-                    return
                 for answer in core.handle(message):
                     channel.send(answer)
             core.check()
@@ -76,8 +74,6 @@ def follow(channel: Channel, config: EngineConfig, rank: int, port: int) -> None
     channel.send(Ready(core.info))
     while True:
         for step in channel.receive(None):
-            if isinstance(step, Stop):
-                return
             assert isinstance(step, Step)
             for message in step.messages:
                 core.handle(message)
