@@ -1,0 +1,123 @@
+"""Greedy text of llmx and of llama.cpp's server from the same GGUF: equal, or different first where it was a near-tie.
+
+usage: python benchmarks/compare_llama_cpp.py --server PATH/llama-server MODEL.gguf [MODEL.gguf ...]
+
+llama.cpp multiplies with activations in 8 bits where llmx's reference kernels use 32, so texts may part where two
+tokens are almost equally likely. The script prints that margin (in nats, by llmx's logits) and fails if it exceeds --noise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from llmx import LLM, SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+PROMPTS = (
+    "The capital of France is",
+    "Once upon a time, in a village by the sea,",
+    "def fibonacci(n):\n",
+    "Water boils at",
+    "Die drei größten Städte Deutschlands sind",
+)
+
+
+@contextmanager
+def llama_server(binary: str, model: str, threads: int) -> Iterator[str]:
+    """The server on a free loopback port; its URL once it is healthy."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [
+        binary,
+        "-m",
+        model,
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "-c",
+        "2048",
+        "-t",
+        str(threads),
+        "-np",
+        "1",
+    ]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        for _ in range(600):
+            if process.poll() is not None:
+                raise SystemExit(f"{binary} ended with exit code {process.returncode}")
+            try:
+                urllib.request.urlopen(f"{url}/health", timeout=1).close()
+                break
+            except (urllib.error.URLError, OSError):
+                time.sleep(0.1)
+        yield url
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def greedy(url: str, prompt: list[int], count: int) -> list[int]:
+    body = {"prompt": prompt, "n_predict": count, "temperature": 0, "return_tokens": True, "cache_prompt": False}
+    request = urllib.request.Request(
+        f"{url}/completion", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=600) as answer:
+        found: list[int] = json.load(answer)["tokens"]
+    return found
+
+
+def compare(llm: LLM, url: str, text: str, count: int) -> dict[str, Any]:
+    """How far the two agree, and how near the tie was where they part."""
+    prompt = llm.tokenizer.encode(text)
+    theirs = greedy(url, prompt, count)
+    params = SamplingParams(temperature=0, max_tokens=count, logprobs=5)
+    ours = llm.generate([prompt], params)[0].outputs[0]
+    tokens = [t for t in ours.token_ids if t not in llm.tokenizer.eos_ids]
+    theirs = [t for t in theirs if t not in llm.tokenizer.eos_ids]
+    shared = next((i for i, (a, b) in enumerate(zip(tokens, theirs, strict=False)) if a != b), None)
+    result: dict[str, Any] = {"prompt": text, "tokens": len(tokens), "equal": tokens == theirs}
+    if shared is not None:
+        assert ours.logprobs is not None
+        ranked = dict(ours.logprobs[shared].top)
+        margin = ours.logprobs[shared].value - ranked.get(theirs[shared], float("-inf"))
+        result |= {"parts_at": shared, "ours": tokens[shared], "theirs": theirs[shared], "margin": margin}
+    elif not result["equal"]:
+        result |= {"parts_at": min(len(tokens), len(theirs)), "margin": float("inf")}
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="+")
+    parser.add_argument("--server", required=True, help="the llama-server binary")
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--noise", type=float, default=0.3, help="nats: a margin that 8-bit activations may turn over")
+    options = parser.parse_args()
+    failed = False
+    for model in options.models:
+        with LLM(model, kv_cache_bytes=2**29) as llm, llama_server(options.server, model, options.threads) as url:
+            for text in PROMPTS:
+                result = compare(llm, url, text, options.tokens)
+                failed |= result.get("margin", 0.0) > options.noise
+                print(json.dumps({"model": model.rsplit("/", 1)[-1]} | result, ensure_ascii=False))
+    sys.exit(3 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()
