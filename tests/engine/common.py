@@ -240,8 +240,8 @@ def few() -> tuple[Request, ...]:
     return tuple(r for r in requests() if r.id in wanted)
 
 
-def naive(of: Model, tokens: Sequence[int]) -> tuple[Tensor, list[Tensor]]:
-    """(T, vocab) logits and the input of each layer, in float64: no cache, no blocks, no batch, nothing of the engine.
+def naive(of: Model, tokens: Sequence[int]) -> tuple[Tensor, dict[int, Tensor]]:
+    """(T, vocab) logits, and taps: the input of each layer and, at -1, what the head gets. In float64, without a cache.
 
     Weights are read from the layers; all the arithmetic is written out here.
     """
@@ -260,10 +260,10 @@ def naive(of: Model, tokens: Sequence[int]) -> tuple[Tensor, list[Tensor]]:
         return torch.cat([turned.real, turned.imag], -1)
 
     x = of.embedding(torch.tensor(tokens)).double()
-    inputs = []
+    taps = {}
     gap = torch.arange(len(tokens))[:, None] - torch.arange(len(tokens))
-    for layer, spec in zip(of.layers, config.specs(), strict=True):
-        inputs.append(x)
+    for i, (layer, spec) in enumerate(zip(of.layers, config.specs(), strict=True)):
+        taps[i] = x
         fused = (norm(x, layer.before_attention) @ weight(layer.attention.qkv).T).unflatten(-1, (-1, config.head_dim))
         q, k, v = fused.split([config.heads, config.kv_heads, config.kv_heads], 1)
         shared = config.heads // config.kv_heads
@@ -274,4 +274,5 @@ def naive(of: Model, tokens: Sequence[int]) -> tuple[Tensor, list[Tensor]]:
         x = x + mixed.flatten(1) @ weight(layer.attention.out).T
         gate, up = (norm(x, layer.before_mlp) @ weight(layer.mlp.gate_up).T).chunk(2, -1)
         x = x + (torch.nn.functional.silu(gate) * up) @ weight(layer.mlp.down).T
-    return norm(x, of.final) @ weight(of.output).T, inputs
+    taps[-1] = norm(x, of.final)
+    return taps[-1] @ weight(of.output).T, taps

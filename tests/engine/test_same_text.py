@@ -1,4 +1,4 @@
-"""A request's text, scores and hidden states are the same alone, batched, chunked, preempted, on a hit and overlapped."""
+"""Text, scores and hidden states are the same alone, batched, chunked, preempted, on a prefix hit and overlapped."""
 
 from __future__ import annotations
 
