@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+import tokenizers
+
 from llmx.errors import RequestError
+from llmx.tokenizer.backends import Backend, LibraryBackend
 from llmx.tokenizer.pieces import Pieces, Spelling, Stream
 
 if TYPE_CHECKING:
-    import tokenizers
-
     from llmx.templates import ChatTemplate
 
 
@@ -26,40 +27,32 @@ class Tokenizer:
 
     def __init__(
         self,
-        backend: tokenizers.Tokenizer,
+        backend: Backend | tokenizers.Tokenizer,
         spelling: Spelling,
         *,
         bos_id: int | None = None,
         eos_ids: Iterable[int] = (),
         add_bos: bool | None = None,
+        suffix: Sequence[int] | None = None,
         template: ChatTemplate | None = None,
     ) -> None:
-        """`add_bos=None`: as the backend's post-processor does. The backend is the tokenizer's own from here on."""
-        backend.no_truncation()  # a saved limit would silently cut long prompts
-        backend.no_padding()
-        added = backend.get_added_tokens_decoder()
-        self._backend = backend
-        self._plain: tokenizers.Tokenizer | None = None  # the same, reading special tokens in a text as plain text
-        self._pieces = Pieces(spelling, backend.id_to_token, {i: token.content for i, token in added.items()})
-        self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        """`add_bos=None` and `suffix=None` (what comes after a text): as the backend's `frame` has it.
+
+        A `tokenizers.Tokenizer` is the tokenizer's own from here on.
+        """
+        self._backend = LibraryBackend(backend) if isinstance(backend, tokenizers.Tokenizer) else backend
+        self._pieces = Pieces(spelling, self._backend.token, self._backend.added)
+        self.vocab_size = self._backend.vocab_size
+        self.special_ids = self._backend.special_ids
         self.bos_id = bos_id
         self.eos_ids = frozenset(eos_ids)
         self.template = template
-        prefix, self._suffix = self._frame()
+        prefix, after = self._backend.frame()
+        self._suffix = after if suffix is None else list(suffix)
         self.add_bos = bos_id is not None and (bos_id in prefix if add_bos is None else add_bos)
         self._prefix = [i for i in prefix if i != bos_id]
         if self.add_bos and bos_id is not None:
             self._prefix.insert(0, bos_id)
-
-    def _frame(self) -> tuple[list[int], list[int]]:
-        """What the post-processor puts before and after a text."""
-        bare = self._backend.encode("a", add_special_tokens=False).ids
-        whole = self._backend.encode("a", add_special_tokens=True).ids
-        for start in range(len(whole) - len(bare) + 1):
-            if whole[start : start + len(bare)] == bare:
-                return whole[:start], whole[start + len(bare) :]
-        return [], []
 
     def encode(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> list[int]:
         """Token ids of a text.
@@ -69,9 +62,8 @@ class Tokenizer:
         tokens; without it they are plain text, as for what users type into a prompt that is put together by hand.
         RequestError if the text holds half of a surrogate pair.
         """
-        backend = self._backend if parse_special else self._without_special()
         try:
-            ids: list[int] = backend.encode(text, add_special_tokens=False).ids
+            ids = self._backend.encode(text, parse_special)
         except TypeError:
             raise RequestError(_not_text(text), param="prompt") from None
         if not add_special:
@@ -81,13 +73,6 @@ class Tokenizer:
         if self._suffix and ids[-len(self._suffix) :] != self._suffix:
             ids = ids + self._suffix
         return ids
-
-    def _without_special(self) -> tokenizers.Tokenizer:
-        if self._plain is None:
-            plain = type(self._backend).from_str(self._backend.to_str())
-            plain.encode_special_tokens = True
-            self._plain = plain
-        return self._plain
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """The text of some tokens, from a text's beginning. Bytes that are no UTF-8 become U+FFFD."""
