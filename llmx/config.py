@@ -22,7 +22,8 @@ class EngineConfig:
     max_model_len: most tokens of prompt and output together. max_num_seqs: most sequences in one step.
     max_num_batched_tokens: token budget of one step. block_size: tokens in a KV block.
     memory_utilization: share of the free memory (CPU) or of the device's memory (CUDA) that weights and KV may use.
-    kv_cache_bytes: bytes for the KV cache, instead of that share. threads: CPU threads (None: as the machine allows).
+    kv_cache_bytes: bytes for the KV cache, of all ranks together, instead of that share. threads: CPU threads of each
+    rank (None: as the machine allows).
     tensor_parallel_size: processes that share the model, each with a part of every layer.
     """
 
@@ -72,7 +73,7 @@ class EngineInfo:
     path: str
     architecture: str
     parameters: int
-    weight_bytes: int
+    weight_bytes: int  # as stored; of all ranks, so what each of them holds whole counts for each
     schemes: tuple[str, ...]  # stored-weight schemes found in the checkpoint
     dtype: str
     kv_cache_dtype: str

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -70,10 +70,9 @@ def build_engine(
     with torch.inference_mode():
         model = family.Model(shape, weights, kernels, length=length, device=device, group=group)
     specs = model.specs
-    taken = _taken(free, device)
-    fit = _fit(config, specs, length, kv_dtype, free, taken, device)
-    agreed = group.agree(torch.tensor([fit.length, *fit.blocks], device=device)).tolist()  # rank 0 decides for all
-    fit = replace(fit, length=agreed[0], blocks=tuple(agreed[1:]))
+    stored = int(group.sum(torch.tensor([weights.bytes], device=device)).item())  # and all have loaded
+    fit = _fit(config, specs, length, kv_dtype, free, _taken(free, device), device) if group.rank == 0 else None
+    fit = _agreed(group, fit, len(windows_of(specs)), device)
     overlap = device.type == "cuda" if config.overlap is None else config.overlap
     engine = Engine(
         model,
@@ -91,7 +90,7 @@ def build_engine(
         path=str(located.path) if located else config.model,
         architecture=opened.architecture if opened else family.ARCHITECTURES[0],
         parameters=weights.parameters,
-        weight_bytes=weights.bytes,
+        weight_bytes=stored,
         schemes=tuple(sorted(weights.schemes)),
         dtype=_name(dtype),
         kv_cache_dtype=_name(kv_dtype),
@@ -103,12 +102,19 @@ def build_engine(
         max_num_batched_tokens=fit.budget,
         block_size=config.block_size,
         num_blocks=fit.blocks[0] - 1,
-        kv_cache_bytes=engine.cache.bytes,
+        kv_cache_bytes=engine.cache.bytes * ranks,
         vocab_size=shape.vocab,
         tensor_parallel_size=ranks,
         load_seconds=time.monotonic() - began,
     )
     return engine, info
+
+
+def _agreed(group: Group, fit: Fit | None, kv_groups: int, device: torch.device) -> Fit:
+    """Rank 0's `fit`, on every rank: others find less memory free, and must not plan their steps otherwise."""
+    sizes = [0] * (3 + kv_groups) if fit is None else [fit.length, fit.sequences, fit.budget, *fit.blocks]
+    length, sequences, budget, *blocks = group.agree(torch.tensor(sizes, device=device)).tolist()
+    return Fit(length, sequences, budget, tuple(blocks))
 
 
 def check_files(located: Located) -> None:
@@ -181,8 +187,10 @@ def _fit(
     ]  # fmt: skip
     share = config.kv_cache_bytes or int(free * config.memory_utilization - taken - free * ACTIVATION_SHARE)
     needed = sum(n * b for n, b in zip(least, per_block, strict=True))
+    if cpu or config.kv_cache_bytes is not None:  # bytes of all ranks together
+        share //= config.tensor_parallel_size
     if config.kv_cache_bytes is None and cpu:
-        share = min(share, max(CPU_KV_BYTES, needed))
+        share = min(share, max(CPU_KV_BYTES // config.tensor_parallel_size, needed))
     if needed > share:
         return _shrunk(config, windows, per_block, length, share, size, sequences, budget)
     blocks = _share_out(windows, per_block, least, most, share)

@@ -60,6 +60,18 @@ class Channel:
         return found
 
 
+def end_with(end: socket.socket) -> None:
+    """From a thread of its own: end this process when the other end closes, whatever it is in the middle of."""
+
+    def wait() -> None:
+        poll = select.poll()
+        poll.register(end, 0)  # a hang-up is told in any case
+        poll.poll()
+        os._exit(0)
+
+    threading.Thread(target=wait, name="llmx-other-end", daemon=True).start()
+
+
 class Process:
     """Another process of this engine and the channel to it. It ends when this end closes, also if we are killed."""
 
@@ -86,12 +98,16 @@ class Process:
             return None
         return f"by signal {-code}" if code < 0 else f"with exit code {code}"
 
-    def close(self) -> None:
-        """Hang up, which ends it; if it does not, make it."""
+    def hang_up(self) -> None:
+        """Ends it, soon."""
         with contextlib.suppress(OSError):
             # Shut down, not only closed: a thread of ours may be writing to a process that doesn't read.
             self.channel.socket.shutdown(socket.SHUT_RDWR)
             self.channel.socket.close()
+
+    def close(self) -> None:
+        """Hang up; if that does not end it, make it."""
+        self.hang_up()
         for number in (None, signal.SIGTERM, signal.SIGKILL):
             if number is not None:
                 self.process.send_signal(number)

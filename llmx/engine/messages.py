@@ -27,6 +27,11 @@ class Follow:
 
 
 @dataclass(frozen=True)
+class Present:
+    """From a further rank: its files are good, and it joins the group now."""
+
+
+@dataclass(frozen=True)
 class Step:
     """To a further rank: what rank 0 has taken since its last step, and that it steps now."""
 
@@ -111,7 +116,7 @@ class Failed:
     exit_code: int = 1
 
 
-Message = Start | Follow | Step | Add | Abort | Ask | Progress | Ready | Tokens | Refused | Measured | Failed
+Message = Start | Follow | Present | Step | Add | Abort | Ask | Progress | Ready | Tokens | Refused | Measured | Failed
 KINDS: dict[str, type] = {kind.__name__: kind for kind in Message.__args__}
 NESTED: dict[str, type] = {"config": EngineConfig, "info": EngineInfo, "metrics": Metrics}
 

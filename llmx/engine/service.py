@@ -11,7 +11,8 @@ from llmx.engine.build import build_engine
 from llmx.engine.engine import Engine
 from llmx.engine.messages import Abort, Add, Ask, Measured, Message, Refused, Tokens
 from llmx.engine.ranks import Followers
-from llmx.errors import RequestError
+from llmx.errors import LlmxError, RequestError
+from llmx.parallel.group import Lost
 
 
 class Core:
@@ -31,9 +32,19 @@ class Core:
         if config.tensor_parallel_size == 1:
             return cls(*build_engine(config, progress))
         followers = Followers(config)
+
+        def told(done: int, total: int) -> None:
+            followers.check()
+            if progress is not None:
+                progress(done, total)
+
         try:
-            core = cls(*build_engine(config, progress, followers.join), followers)
+            core = cls(*build_engine(config, told, followers.join), followers)
             followers.wait_ready()
+        except Lost:
+            error = followers.blame()
+            followers.close()
+            raise error from None
         except BaseException:
             followers.close()
             raise
@@ -46,8 +57,6 @@ class Core:
 
     def handle(self, message: Message) -> list[Message]:
         """Take one message; what there is to answer at once."""
-        if self.followers is not None and isinstance(message, Add | Abort):
-            self._untold.append(message)
         match message:
             case Add(request):
                 try:
@@ -55,8 +64,10 @@ class Core:
                     self.requests[request.id] = self.engine.scheduler.add(request)
                 except RequestError as error:
                     return [Refused(request.id, error.message, error.param, error.code, error.status)]
+                self._tell(message)
             case Abort(id, choice):
                 self._abort(id, choice)
+                self._tell(message)
             case Ask(token):
                 return [Measured(token, self.measure())]
         return []
@@ -64,15 +75,18 @@ class Core:
     def step(self) -> list[Message]:
         """One step of the engine; what it gave. LlmxError if another rank has died."""
         began = time.perf_counter()
+        self.check()
         if self.followers is not None:
             self.followers.step(tuple(self._untold))
             self._untold.clear()
         try:
             landed = self.engine.step()
-        except RuntimeError:  # what a collective raises when a rank is gone
-            time.sleep(0.2)
-            self.check()
-            raise
+        except Lost:
+            if self.followers is None:  # this is one of them
+                raise
+            error = self.followers.blame()
+            self.close()
+            raise error from None
         self._seconds += time.perf_counter() - began
         if landed is None:
             if self.busy:
@@ -86,9 +100,19 @@ class Core:
         return told
 
     def check(self) -> None:
-        """LlmxError if another rank has died."""
-        if self.followers is not None:
+        """LlmxError if another rank has died; then the others have ended too."""
+        if self.followers is None:
+            return
+        try:
             self.followers.check()
+        except LlmxError:
+            self.close()
+            raise
+
+    def _tell(self, message: Message) -> None:
+        """Let the other ranks take it too, before their next step."""
+        if self.followers is not None:
+            self._untold.append(message)
 
     def close(self) -> None:
         if self.followers is not None:

@@ -1,26 +1,31 @@
-"""The main program of an engine process: a whole core, or one further rank of it."""
+"""The main program of an engine process: a whole core, or one further rank of it.
+
+torch is imported in functions: its import takes seconds, in which the other end may close already.
+"""
 
 from __future__ import annotations
 
 import socket
 import sys
 import time
-
-import torch
+from typing import TYPE_CHECKING
 
 from llmx.config import EngineConfig
-from llmx.engine.build import build_engine
-from llmx.engine.channel import Channel
-from llmx.engine.messages import Failed, Follow, Progress, Ready, Start, Step
-from llmx.engine.service import Core
+from llmx.engine.channel import Channel, end_with
+from llmx.engine.messages import Failed, Follow, Present, Progress, Ready, Start, Step
 from llmx.errors import LlmxError
-from llmx.parallel.group import Group, Ranks
+
+if TYPE_CHECKING:
+    import torch
+
+    from llmx.parallel.group import Group
 
 IDLE_SECONDS = 1.0  # between looks at the other ranks
 
 
 def main(channel: Channel) -> None:
     """Do what the first message says until the other end goes away."""
+    end_with(channel.socket)
     try:
         first, *_ = channel.receive(None)
         match first:
@@ -39,6 +44,8 @@ def main(channel: Channel) -> None:
 
 def serve(channel: Channel, config: EngineConfig) -> None:
     """A core: answer messages and step."""
+    from llmx.engine.service import Core
+
     last = 0.0
 
     def progress(done: int, total: int) -> None:
@@ -64,20 +71,27 @@ def serve(channel: Channel, config: EngineConfig) -> None:
 
 def follow(channel: Channel, config: EngineConfig, rank: int, port: int) -> None:
     """A further rank: take the messages that rank 0 took, and make its steps."""
+    from llmx.engine.build import build_engine
+    from llmx.engine.service import Core
+    from llmx.parallel.group import Lost, Ranks
 
     def join(device: torch.device) -> Group:
         group = Ranks(rank, config.tensor_parallel_size, device, port)
+        channel.send(Present())
         group.join()
         return group
 
-    core = Core(*build_engine(config, join=join))
-    channel.send(Ready(core.info))
-    while True:
-        for step in channel.receive(None):
-            assert isinstance(step, Step)
-            for message in step.messages:
-                core.handle(message)
-            core.step()
+    try:
+        core = Core(*build_engine(config, join=join))
+        channel.send(Ready(core.info))
+        while True:
+            for step in channel.receive(None):
+                assert isinstance(step, Step)
+                for message in step.messages:
+                    core.handle(message)
+                core.step()
+    except Lost:
+        return  # another rank ended before this one, and rank 0 sees which
 
 
 if __name__ == "__main__":
