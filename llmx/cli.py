@@ -16,6 +16,7 @@ from llmx.commands.env import env
 from llmx.commands.generate import generate
 from llmx.commands.pull import pull
 from llmx.commands.serve import serve
+from llmx.commands.settings import configurable, explain
 from llmx.errors import LlmxError
 
 INTERRUPTED = 130
@@ -40,6 +41,9 @@ class Commands(TyperGroup):
             # Whoever read stdout has gone (`llmx env | head -1`): say nothing, also when Python flushes at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(1) from None
+        except typer.BadParameter as error:
+            explain(error)
+            raise
         except Exception as error:
             if type(error).__module__.partition(".")[0] in ("typer", "click"):
                 raise
@@ -72,7 +76,9 @@ def _version(asked: bool) -> None:
 
 @app.callback()
 def llmx(
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", envvar="LLMX_DEBUG", help="Show the traceback of an error.")
+    ] = False,
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and stop.")
     ] = False,
@@ -81,7 +87,7 @@ def llmx(
 
 
 for command in (generate, serve, bench, pull, env):
-    app.command()(command)
+    app.command()(configurable(command))
 
 
 def main() -> None:

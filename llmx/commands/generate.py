@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json as jsonlib
-import random
 import sys
 import time
 from collections.abc import Callable
@@ -14,6 +13,7 @@ import typer
 
 from llmx.commands import options as o
 from llmx.commands.ready import model_facts, progress, ready
+from llmx.commands.terminal import show
 from llmx.core import Delta, Logprob, SamplingParams
 from llmx.errors import UsageError
 
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 _SAMPLING = {"rich_help_panel": "Sampling"}
 INTERRUPTED = 130
-# What a terminal obeys rather than shows; a model's text must not move the cursor or set the title.
-CONTROLS = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 
 def generate(
@@ -41,17 +39,17 @@ def generate(
         ),
     ] = None,
     system: Annotated[str | None, typer.Option(help="A system message before the prompt; needs a template.")] = None,
-    max_tokens: Annotated[int, typer.Option(help="Most tokens to give; 0: as many as fit.", **_SAMPLING)] = 256,
-    temperature: Annotated[float, typer.Option(help="0: always the likeliest token.", **_SAMPLING)] = 0.7,
-    top_k: Annotated[int, typer.Option(help="Draw from the k likeliest tokens; 0: all.", **_SAMPLING)] = 0,
-    top_p: Annotated[float, typer.Option(help="Draw from the likeliest of this total share.", **_SAMPLING)] = 1.0,
-    min_p: Annotated[float, typer.Option(help="Least share of the likeliest token's.", **_SAMPLING)] = 0.0,
+    max_tokens: o.MaxTokens = 256,
+    temperature: o.Temperature = 0.7,
+    top_k: o.TopK = 0,
+    top_p: o.TopP = 1.0,
+    min_p: o.MinP = 0.0,
     seed: o.Seed = None,
-    stop: Annotated[list[str] | None, typer.Option(help="End before this text; repeatable.", **_SAMPLING)] = None,
+    stop: o.Stop = None,
     n: Annotated[int, typer.Option("--n", help="How many texts.", **_SAMPLING)] = 1,
-    repetition_penalty: Annotated[float, typer.Option(help="Above 1: repeats get rarer.", **_SAMPLING)] = 1.0,
-    presence_penalty: Annotated[float, typer.Option(help="-2 to 2: against tokens given before.", **_SAMPLING)] = 0.0,
-    frequency_penalty: Annotated[float, typer.Option(help="-2 to 2: the same, each time.", **_SAMPLING)] = 0.0,
+    repetition_penalty: o.RepetitionPenalty = 1.0,
+    presence_penalty: o.PresencePenalty = 0.0,
+    frequency_penalty: o.FrequencyPenalty = 0.0,
     logprobs: Annotated[
         int | None, typer.Option(help="With --json: so many likeliest tokens beside each.", **_SAMPLING)
     ] = None,
@@ -73,7 +71,7 @@ def generate(
         raise UsageError("--logprobs shows in the JSON report only.", hint="Add --json.")
     if system is not None and chat is False:
         raise UsageError("--system needs a chat template; --raw uses none.", hint="Leave one of the two out.")
-    params = SamplingParams(
+    params = o.sampling_params(
         n=n,
         temperature=temperature,
         top_k=top_k,
@@ -82,10 +80,10 @@ def generate(
         repetition_penalty=repetition_penalty,
         presence_penalty=presence_penalty,
         frequency_penalty=frequency_penalty,
-        stop=tuple(stop or ()),
-        max_tokens=max_tokens or None,
+        stop=stop,
+        max_tokens=max_tokens,
         logprobs=logprobs,
-        seed=random.SystemRandom().getrandbits(31) if seed is None else seed,
+        seed=seed,
     )
     text = read_prompt(prompt)
     name, defaulted = o.choose_model(model)
@@ -139,12 +137,6 @@ def begin(llm: LLM, text: str, chat: bool | None, system: str | None, params: Sa
         return llm.open(text, params)
     messages = [{"role": "system", "content": system}] if system is not None else []
     return llm.open(llm.render([*messages, {"role": "user", "content": text}]), params)
-
-
-def show(text: str) -> None:
-    """To stdout at once; as it is to a file or pipe, without control characters to a terminal."""
-    sys.stdout.write(text.translate(CONTROLS) if sys.stdout.isatty() else text)
-    sys.stdout.flush()
 
 
 def follow(stream: Stream, script: Script) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,11 +11,13 @@ from typing import Annotated, Any
 import typer
 
 from llmx.config import EngineConfig
+from llmx.core import SamplingParams
 
 DEMO = "demo"
 
 _ENGINE = "Engine"
 _OUTPUT = "Output"
+_SAMPLING = "Sampling"
 
 Model = Annotated[
     str | None,
@@ -80,6 +83,34 @@ TensorParallel = Annotated[
 Seed = Annotated[
     int | None, typer.Option("--seed", help="Makes sampling repeatable; default: a fresh one.", rich_help_panel=_ENGINE)
 ]
+MaxTokens = Annotated[
+    int, typer.Option("--max-tokens", help="Most tokens to give; 0: as many as fit.", rich_help_panel=_SAMPLING)
+]
+Temperature = Annotated[
+    float, typer.Option("--temperature", help="0: always the likeliest token.", rich_help_panel=_SAMPLING)
+]
+TopK = Annotated[
+    int, typer.Option("--top-k", help="Draw from the k likeliest tokens; 0: all.", rich_help_panel=_SAMPLING)
+]
+TopP = Annotated[
+    float, typer.Option("--top-p", help="Draw from the likeliest of this total share.", rich_help_panel=_SAMPLING)
+]
+MinP = Annotated[
+    float, typer.Option("--min-p", help="Least share of the likeliest token's.", rich_help_panel=_SAMPLING)
+]
+Stop = Annotated[
+    list[str] | None, typer.Option("--stop", help="End before this text; repeatable.", rich_help_panel=_SAMPLING)
+]
+RepetitionPenalty = Annotated[
+    float, typer.Option("--repetition-penalty", help="Above 1: repeats get rarer.", rich_help_panel=_SAMPLING)
+]
+PresencePenalty = Annotated[
+    float,
+    typer.Option("--presence-penalty", help="-2 to 2: against tokens given before.", rich_help_panel=_SAMPLING),
+]
+FrequencyPenalty = Annotated[
+    float, typer.Option("--frequency-penalty", help="-2 to 2: the same, each time.", rich_help_panel=_SAMPLING)
+]
 ServedModelName = Annotated[
     str | None, typer.Option("--served-model-name", help="The name that the API shows; default: MODEL.")
 ]
@@ -116,6 +147,16 @@ def engine_config(model: str, **flags: Any) -> EngineConfig:
     if "tp" in flags:
         flags["tensor_parallel_size"] = flags.pop("tp")
     return EngineConfig(model=model, **flags)
+
+
+def sampling_params(*, max_tokens: int, stop: list[str] | None, seed: int | None, **flags: Any) -> SamplingParams:
+    """The sampling flags by their parameter names. RequestError for a value that can't be. No seed: a fresh one."""
+    return SamplingParams(
+        max_tokens=max_tokens or None,
+        stop=tuple(stop or ()),
+        seed=random.SystemRandom().getrandbits(31) if seed is None else seed,
+        **flags,
+    )
 
 
 def is_terminal() -> bool:
