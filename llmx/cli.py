@@ -12,6 +12,7 @@ from typer.core import TyperGroup
 
 from llmx import __version__
 from llmx.commands.bench import bench
+from llmx.commands.chat import chat
 from llmx.commands.env import env
 from llmx.commands.generate import generate
 from llmx.commands.pull import pull
@@ -86,7 +87,7 @@ def llmx(
     """Run, serve and benchmark open LLMs. A command given no model uses `demo`."""
 
 
-for command in (generate, serve, bench, pull, env):
+for command in (generate, chat, serve, bench, pull, env):
     app.command()(configurable(command))
 
 

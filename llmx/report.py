@@ -76,16 +76,24 @@ class Report:
     def write_json(self, path: Path) -> None:
         """Write the report whole or not at all. UsageError where the path can't be written."""
         text = json.dumps(self.to_dict(), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         try:
-            with open(temporary, "w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
+            write_whole(path, text)
         except OSError as error:
-            temporary.unlink(missing_ok=True)
             raise UsageError(f"The report can't be written to {path}: {error.strerror}.") from error
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file whole or not at all. OSError where that fails."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def _version() -> str:

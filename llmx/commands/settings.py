@@ -14,11 +14,14 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from llmx.errors import UsageError
+
+if TYPE_CHECKING:
+    from llmx.commands.settings_file import Entry
 
 PREFIX = "LLMX_"
 OWN = ("config", "print_config")  # this module's parameters, which no file sets
@@ -199,7 +202,7 @@ def from_file(path: Path, name: str, commands: Mapping[str, Any]) -> dict[str, F
     A key at the top is for every command that has such a flag; one inside `serve:` is for `llmx serve`, and goes first.
     UsageError for a key that is no flag of any command, or not of the section's.
     """
-    from llmx.commands.settings_file import Entry, read
+    from llmx.commands.settings_file import read
 
     shared: dict[str, Found] = {}
     own: dict[str, Found] = {}
@@ -219,7 +222,7 @@ def from_file(path: Path, name: str, commands: Mapping[str, Any]) -> dict[str, F
     return shared | own
 
 
-def _put(found: dict[str, Found], entry: Any, command: Any, name: str) -> None:
+def _put(found: dict[str, Found], entry: Entry, command: Any, name: str) -> None:
     parameter = _named(command, entry.key)
     if parameter is None:
         words = {key for one in settable(command) for key in keys(one)}
@@ -227,7 +230,7 @@ def _put(found: dict[str, Found], entry: Any, command: Any, name: str) -> None:
     _set(found, parameter, entry)
 
 
-def _set(found: dict[str, Found], parameter: Any, entry: Any) -> None:
+def _set(found: dict[str, Found], parameter: Any, entry: Entry) -> None:
     if parameter.name in found:
         raise UsageError(f"{entry.origin}: {entry.key} was set before, by {found[parameter.name].origin}.")
     value = entry.value

@@ -18,7 +18,7 @@ class Entry:
     """One key, with dashes. value: text, a list of texts, None for null, or the entries of a nested mapping."""
 
     key: str
-    value: str | list[str] | None | tuple[Entry, ...]
+    value: str | list[str] | tuple[Entry, ...] | None
     origin: str  # "file.yaml:3"
 
 

@@ -51,9 +51,9 @@ class Lines:
                 self._readline.write_history_file(self._history)
 
     def message(self) -> tuple[str, bool]:
-        """The next message and whether it is literal: what stands in quotes is no command. EOFError where there is none.
+        """The next message, and whether it is quoted and so no command. EOFError: there is none.
 
-        A line that ends with a backslash goes on in the next one; three double quotes begin a text that ends with three.
+        A line that ends with a backslash goes on in the next one; three double quotes begin a text that three end.
         """
         first = self._line(PROMPT)
         quoted = first.lstrip().startswith(QUOTES)
@@ -67,7 +67,7 @@ class Lines:
                 while lines[-1].endswith("\\"):
                     lines[-1] = lines[-1][:-1]
                     lines.append(self._line(MORE))
-        return "\n".join(lines).strip("\n"), quoted or len(lines) > 1
+        return "\n".join(lines).strip("\n"), quoted
 
     def _line(self, prompt: str) -> str:
         try:
