@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import math
 import secrets
 import threading
+import time
 import uuid
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -21,6 +23,7 @@ from llmx.engine.messages import Abort, Add, Ask, Failed, Measured, Message, Ref
 from llmx.errors import LlmxError, RequestError, UsageError
 from llmx.formats.hub import DEMO, Located, pull
 from llmx.tokenizer import Tokenizer, load_tokenizer
+from llmx.tokenizer.chosen import choose_template
 
 Prompt = str | Sequence[int]
 POLL_SECONDS = 0.2
@@ -231,7 +234,8 @@ class LLM:
 
     model: a Hugging Face directory, a `.gguf` file, or "demo" (fetched if need be). Other keywords are EngineConfig's.
     spawn: the engine core runs in a process of its own (what `llmx serve` does). progress(done, total) is called with
-    bytes while a model is fetched and loaded. UsageError if the model or the configuration can't be used.
+    bytes while a model is fetched and loaded. chat_template: a file of Jinja2, or the name of one of the model's own
+    templates; default: the model's "default". UsageError if the model or the configuration can't be used.
     """
 
     def __init__(
@@ -241,12 +245,15 @@ class LLM:
         config: EngineConfig | None = None,
         spawn: bool = False,
         progress: Callable[[int, int], None] | None = None,
+        chat_template: str | None = None,
         **engine: Any,
     ) -> None:
         self.config = config or EngineConfig(model=model, **engine)
         self.maybe_tokenizer: Tokenizer | None = None
         if not self.config.model.startswith("random:"):
             self.maybe_tokenizer = _tokenizer(pull(self.config.model, progress))
+            if chat_template is not None:
+                self.maybe_tokenizer.template = choose_template(self.maybe_tokenizer, chat_template)
         self._client = _client(self.config, spawn, progress)
         self.info: EngineInfo = self._client.info
         self.failed: str | None = None
@@ -329,15 +336,19 @@ class LLM:
         """`open`, for scripts: `async for delta in llm.stream("Once")` or a plain `for`."""
         return self.open(prompt, params or SamplingParams())
 
-    def metrics(self) -> Metrics:
-        """The core's counters now: it answers between two steps. LlmxError if it has failed."""
+    def metrics(self, timeout: float = math.inf) -> Metrics:
+        """The core's counters now: it answers between two steps. LlmxError if it has failed, or takes over `timeout` s.
+        """
         number, answered, found = next(self._numbers), threading.Event(), list[Metrics]()
         self._measured[number] = (answered, found)
+        deadline = time.monotonic() + timeout
         try:
             self.send(Ask(number))
             while not answered.wait(POLL_SECONDS):
                 if not self.alive():
                     raise LlmxError(self.failed or "The engine has been closed.")
+                if time.monotonic() > deadline:
+                    raise LlmxError(f"The engine has not answered for {timeout:g} s.")
         finally:
             del self._measured[number]
         return found[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -15,16 +16,20 @@ from llmx.config import EngineInfo
 STEPS = 4  # plain lines of a whole progress
 
 
-def ready(name: str) -> None:
-    """After this `LLM(name)` finds files whose structure and sizes are right. UsageError where they are not."""
+def ready(name: str) -> Path | None:
+    """After this `LLM(name)` finds files whose structure and sizes are right. UsageError where they are not.
+
+    Where the model is: a directory or a file; None for random weights.
+    """
     if name.startswith("random:"):
-        return
+        return None
     from llmx.formats.hub import pull
     from llmx.formats.structure import check
 
     with progress(f"fetching {name}") as tell:
         located = pull(name, tell)
     check(located)
+    return located.path
 
 
 @contextmanager

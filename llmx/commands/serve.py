@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import signal
 import sys
+from dataclasses import replace
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -30,6 +32,69 @@ def serve(
     log_requests: Annotated[
         bool, typer.Option("--log-requests", help="One line per request on stderr.", rich_help_panel=_SERVER)
     ] = False,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--api-key",
+            help="Key that clients must send; repeatable. Others on this machine can read a command line: better give "
+            "it in the variable LLMX_API_KEY, or use --api-key-file.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = None,
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--api-key-file",
+            help="Keys, one a line; behind a key may come the paths that it is good for.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = None,
+    allowed_origins: Annotated[
+        list[str] | None,
+        typer.Option("--allowed-origins", help="Web page that may use this; repeatable.", rich_help_panel=_SERVER),
+    ] = None,
+    max_num_queued_reqs: Annotated[
+        int | None,
+        typer.Option(
+            "--max-num-queued-reqs",
+            help="Most texts that wait for a free sequence; more are told to come back. Default: 4 × --max-num-seqs, "
+            "at least 64.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = None,
+    max_num_queued_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--max-num-queued-tokens",
+            help="Most tokens of prompts that wait. Default: 4 KV caches full.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = None,
+    chat_template: Annotated[
+        str | None,
+        typer.Option(
+            "--chat-template",
+            help="Jinja2 file, or the name of one of the model's own templates.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = None,
+    generation_config: Annotated[
+        str,
+        typer.Option(
+            "--generation-config",
+            help="auto: requests that don't say otherwise sample as the model's generation_config.json says; none: "
+            "they don't.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = "auto",
+    override_generation_config: Annotated[
+        str | None,
+        typer.Option(
+            "--override-generation-config",
+            help="JSON, such as '{\"temperature\": 0.7}': goes before the file, and requests before it.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = None,
     dtype: o.Dtype = "auto",
     device: o.Device = "auto",
     kv_cache_dtype: o.KvCacheDtype = "auto",
@@ -44,10 +109,22 @@ def serve(
     seed: o.Seed = None,
 ) -> None:
     """Serve /v1/completions and /v1/chat/completions, plain and streamed. Stop it with Ctrl-C."""
+    from llmx.server import keys
+    from llmx.server.defaults import Defaults
     from llmx.server.settings import ServerSettings
 
-    names = (served_model_name,) if served_model_name is not None else ()
-    settings = ServerSettings(host, port, names, drain_seconds, log_requests=log_requests)
+    settings = ServerSettings(
+        host,
+        port,
+        (served_model_name,) if served_model_name is not None else (),
+        drain_seconds,
+        log_requests=log_requests,
+        keys=keys.read(api_key or (), api_key_file),
+        origins=tuple(allowed_origins or ()),
+        queued_requests=max_num_queued_reqs,
+        queued_tokens=max_num_queued_tokens,
+    )
+    sampling = Defaults(generation_config, override_generation_config)
     name, _ = o.choose_model(model)
     config = o.engine_config(
         name,
@@ -69,11 +146,11 @@ def serve(
     # Until the server has its own handler, being terminated still has to unwind: the engine's process must go too.
     signal.signal(signal.SIGTERM, _terminated)
     with bind(settings.host, settings.port) as listener:
-        ready(name)
+        settings = replace(settings, defaults=sampling.of(ready(name)))
         from llmx.llm import LLM
         from llmx.server.run import serve
 
         with progress(f"loading {name}") as tell:
-            llm = LLM(name, config=config, spawn=True, progress=tell)
+            llm = LLM(name, config=config, spawn=True, progress=tell, chat_template=chat_template)
         with llm:
             raise typer.Exit(serve(llm, settings, listener))

@@ -14,8 +14,10 @@ from llmx.errors import LlmxError
 from llmx.server.chat import ChatRequest, chat
 from llmx.server.completions import CompletionRequest, completions
 from llmx.server.errors import install
+from llmx.server.prometheus import CONTENT_TYPE
 from llmx.server.service import Service
 from llmx.server.settings import ServerSettings
+from llmx.server.tokens import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
 
 if TYPE_CHECKING:
     from llmx.llm import LLM
@@ -47,11 +49,34 @@ def build_app(llm: LLM, settings: ServerSettings) -> FastAPI:
         service.check_model(name)
         return JSONResponse(service.card(name))
 
+    @app.post("/tokenize", openapi_extra=_takes(TokenizeRequest))
+    async def tokenize_route(request: Request) -> Response:
+        return await tokenize(service, request)
+
+    @app.post("/detokenize", openapi_extra=_takes(DetokenizeRequest))
+    async def detokenize_route(request: Request) -> Response:
+        return await detokenize(service, request)
+
+    @app.get("/metrics")
+    async def metrics_route() -> Response:
+        return Response(service.traffic.exposition(await service.measure()), media_type=CONTENT_TYPE)
+
+    @app.get("/version")
+    async def version_route() -> Response:
+        return JSONResponse({"version": __version__})
+
     @app.get("/health")
     async def health_route() -> Response:
         if reason := service.failed:
             raise LlmxError(reason)
         return JSONResponse({"status": "ok"})
+
+    @app.get("/ready")
+    async def ready_route() -> Response:
+        if reason := service.failed:
+            raise LlmxError(reason)
+        service.admission.check()
+        return JSONResponse({"status": "ready"})
 
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     return app
@@ -67,7 +92,7 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
     """The API's description, with the request models that FastAPI can't see because we parse them ourselves."""
     document = get_openapi(title=app.title, version=app.version, routes=app.routes)
     schemas = document.setdefault("components", {}).setdefault("schemas", {})
-    for model in (ChatRequest, CompletionRequest):
+    for model in (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest):
         schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
         schemas |= schema.pop("$defs", {})
         schemas[model.__name__] = schema

@@ -22,7 +22,10 @@ def start_lines(service: Service, listener: socket.socket) -> list[str]:
         f"  fits     {_fits(info)}",
         f"  kernels  {_kernels(info)}",
     ]
-    if listener.getsockname()[0] not in ("127.0.0.1", "::1"):
+    if service.defaults:
+        shown = ", ".join(f"{name} {value:g}" for name, value in service.defaults.items())
+        lines.insert(2, f"  samples  {shown}, unless a request says otherwise")
+    if listener.getsockname()[0] not in ("127.0.0.1", "::1") and not service.settings.keys:
         lines.append("  warning  whoever reaches this address can use the model: there is no key")
     return [*lines, f"Try: {curl(service, url)}"]
 
@@ -42,7 +45,8 @@ def curl(service: Service, url: str) -> str:
     else:
         path, body = "completions", {"prompt": "Once upon a time", "max_tokens": 32}
     data = shlex.quote(json.dumps({"model": service.model, **body}))
-    return f"curl {url}/v1/{path} -H 'Content-Type: application/json' -d {data}"
+    key = ' -H "Authorization: Bearer $LLMX_API_KEY"' if service.settings.keys else ""
+    return f"curl {url}/v1/{path}{key} -H 'Content-Type: application/json' -d {data}"
 
 
 def _model(info: EngineInfo) -> str:

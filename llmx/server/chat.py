@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Annotated, Any
 
 from fastapi import Request
@@ -13,23 +12,19 @@ from llmx.core import Delta, Logprob
 from llmx.errors import RequestError
 from llmx.server.generation import Generation
 from llmx.server.logprobs import TokenTexts, chat_logprobs, prompt_logprobs
-from llmx.server.messages import Messages, plain, template_kwargs
+from llmx.server.messages import TemplateFields, render
 from llmx.server.parsing import read
 from llmx.server.reply import Choice, Reply, respond
 from llmx.server.sampling import SamplingFields
 from llmx.server.service import Service
 
 
-class ChatRequest(SamplingFields):
+class ChatRequest(SamplingFields, TemplateFields):
     """`max_completion_tokens` is the newer name of `max_tokens` and wins; without either: as many as fit."""
 
-    messages: Messages
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
 
     @property
     def wanted_tokens(self) -> int | None:
@@ -41,18 +36,6 @@ class ChatRequest(SamplingFields):
         if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs goes with logprobs: true only.", param="top_logprobs")
         return (self.top_logprobs or 0) if self.logprobs else None
-
-    @property
-    def template(self) -> dict[str, Any]:
-        """Arguments of the chat template. A continued message is not followed by a new turn."""
-        if self.add_generation_prompt and self.continue_final_message:
-            raise RequestError(
-                "add_generation_prompt and continue_final_message exclude each other.", param="continue_final_message"
-            )
-        continued = bool(self.continue_final_message)
-        opens = not continued if self.add_generation_prompt is None else self.add_generation_prompt
-        kwargs = template_kwargs(self.chat_template_kwargs)
-        return {**kwargs, "add_generation_prompt": opens, "continue_final_message": continued}
 
 
 class ChatReply(Reply):
@@ -98,10 +81,10 @@ async def chat(service: Service, request: Request) -> Response:
     """Checks everything, opens the generation, answers. Raises LlmxError before a byte is sent."""
     body = await read(request, ChatRequest, service.settings.max_body_bytes)
     service.check_model(body.model)
-    params = body.sampling(logprobs=body.alternatives)
-    messages, arguments = plain(body.messages), body.template
-    prompt = await asyncio.to_thread(service.llm.render, messages, **arguments)
-    generation = await service.open("chatcmpl", [prompt], params, body.salt)
+    params = body.sampling(service.defaults, logprobs=body.alternatives)
+    prompt = await render(service, body)
     service.note_unknown(body)
     texts = TokenTexts(service.tokenizer, params.skip_special_tokens)
-    return await respond(request, ChatReply(generation, service.model, body, texts), bool(body.stream))
+    generation = await service.open(request, "chatcmpl", [prompt], params, body.salt)
+    reply = ChatReply(generation, service.model, body, texts)
+    return await respond(request, reply, bool(body.stream), service.settings.keep_alive_seconds)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from fastapi import Request
 from pydantic import Field, WithJsonSchema
@@ -20,9 +20,6 @@ from llmx.server.parsing import read
 from llmx.server.reply import Choice, Reply, respond
 from llmx.server.sampling import SamplingFields
 from llmx.server.service import Service
-
-if TYPE_CHECKING:
-    from llmx.tokenizer import Tokenizer
 
 MOST_PROMPTS = 1024
 IDS = {"type": "array", "items": {"type": "integer"}}
@@ -48,14 +45,17 @@ class CompletionRequest(SamplingFields):
     def prompt_only(self) -> bool:
         return bool(self.echo) and self.wanted_tokens == 0
 
-    def params(self) -> SamplingParams:
-        """Checked parameters. The engine always draws a token, so a prompt alone is a prompt and one token dropped."""
+    def params(self, defaults: Mapping[str, Any]) -> SamplingParams:
+        """Checked parameters; `defaults` are the model's. RequestError.
+
+        The engine always draws a token, so a prompt alone is a prompt and one token dropped.
+        """
         more: dict[str, Any] = {"logprobs": self.logprobs}
         if self.prompt_only:
             more["max_tokens"] = 1
         if self.echo and self.logprobs is not None:
             more["prompt_logprobs"] = max(self.logprobs, self.prompt_logprobs or 0)
-        return self.sampling(**more)
+        return self.sampling(defaults, **more)
 
 
 def prompts(given: Any) -> list[str | list[int]]:
@@ -102,7 +102,6 @@ class CompletionReply(Reply):
         async with aclosing(super().deltas()) as deltas:
             async for index, delta in deltas:
                 if self.body.prompt_only:
-                    self.generation.completion_tokens = 0
                     delta = Delta(delta.index, "", (), finish_reason=delta.finish_reason and "length")
                 yield index, delta
 
@@ -151,18 +150,18 @@ class CompletionReply(Reply):
         return shape
 
 
-def _encoded(tokenizer: Tokenizer, given: list[str | list[int]]) -> list[list[int]]:
-    return [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in given]
+def _encoded(service: Service, given: list[str | list[int]]) -> list[list[int]]:
+    return [service.encode(prompt) if isinstance(prompt, str) else prompt for prompt in given]
 
 
 async def completions(service: Service, request: Request) -> Response:
     """Checks everything, opens the generation, answers. Raises LlmxError before a byte is sent."""
     body = await read(request, CompletionRequest, service.settings.max_body_bytes)
     service.check_model(body.model)
-    params, given = body.params(), prompts(body.prompt)
-    tokenizer = service.tokenizer
-    encoded = await asyncio.to_thread(_encoded, tokenizer, given)
-    generation = await service.open("cmpl", encoded, params, body.salt)
+    params, given = body.params(service.defaults), prompts(body.prompt)
+    encoded = await asyncio.to_thread(_encoded, service, given)
     service.note_unknown(body)
-    texts = TokenTexts(tokenizer, params.skip_special_tokens)
-    return await respond(request, CompletionReply(generation, service.model, body, texts, given), bool(body.stream))
+    texts = TokenTexts(service.tokenizer, params.skip_special_tokens)
+    generation = await service.open(request, "cmpl", encoded, params, body.salt, prompt_only=body.prompt_only)
+    reply = CompletionReply(generation, service.model, body, texts, given)
+    return await respond(request, reply, bool(body.stream), service.settings.keep_alive_seconds)

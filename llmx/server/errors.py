@@ -12,11 +12,13 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from llmx.errors import LlmxError, RequestError, UsageError
+from llmx.server.admission import Overloaded
 
 log = logging.getLogger("llmx.server")
 
 INTERNAL = "Something went wrong inside the server; its log says what."
 LONGEST = 1000  # characters of an error's message: it may quote a number or a name, never a whole request
+RETRY_AFTER = 5  # seconds, where nothing better is known
 TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
 
@@ -39,12 +41,24 @@ def describe(error: Exception) -> tuple[int, dict[str, Any]]:
     return 503, error_object(message, 503, code="engine_failed")
 
 
+def refusal(error: Exception) -> Response:
+    """The answer to a request whose handler raised `error`."""
+    status, body = describe(error)
+    headers = {}
+    if status in (429, 503):
+        headers["Retry-After"] = str(error.retry_after if isinstance(error, Overloaded) else RETRY_AFTER)
+    if status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    if status in (408, 503):
+        headers["Connection"] = "close"
+    return JSONResponse(body, status, headers)
+
+
 def install(app: FastAPI) -> None:
     """Makes the application answer every failure with the error object, unknown routes and methods included."""
 
     async def known(request: Request, error: Exception) -> Response:
-        status, body = describe(error)
-        return JSONResponse(body, status)
+        return refusal(error)
 
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -10,6 +11,8 @@ from starlette.types import Receive
 
 from llmx.core import Delta, SamplingParams
 from llmx.errors import LlmxError
+from llmx.server.admission import Place
+from llmx.server.traffic import Traffic, Watch
 
 if TYPE_CHECKING:
     from llmx.llm import LLM, Stream
@@ -29,23 +32,31 @@ class Generation:
         llm: LLM,
         prompts: Sequence[Sequence[int]],
         params: SamplingParams,
-        salt: bytes,
-        live: set[Generation],
+        *,
         id: str,
+        salt: bytes,
+        prompt_only: bool,
+        place: Place,
+        traffic: Traffic,
+        live: set[Generation],
     ) -> None:
-        """Opens the streams: all of them, or none and a RequestError."""
+        """Opens the streams: all of them, or none and a RequestError. prompt_only: what is generated isn't wanted."""
         self.id = id
         self.n = params.n
+        self.prompt_only = prompt_only
         self.completion_tokens = 0
         self.streams: list[Stream] = []
-        self._live = live
+        self._place, self._live = place, live
         self._queue: asyncio.Queue[tuple[int, Delta] | Exception | None] = asyncio.Queue()
+        opened = time.monotonic()
         try:
             for at, prompt in enumerate(prompts):
                 self.streams.append(llm.open(prompt, params, id=f"{id}-{at}", salt=salt))
         except BaseException:
-            self._abort()
+            for stream in self.streams:
+                stream.abort()
             raise
+        self._watches = [Watch(traffic, stream, opened, not prompt_only) for stream in self.streams]
 
     def __enter__(self) -> Generation:
         self._live.add(self)
@@ -53,16 +64,17 @@ class Generation:
 
     def __exit__(self, *_: object) -> None:
         self._live.discard(self)
-        self._abort()
+        self._end("abort")
 
     def fail(self, error: LlmxError) -> None:
         """Ends it from outside: whoever reads it gets `error`."""
-        self._abort()
+        self._end("error")
         self._queue.put_nowait(error)
 
-    def _abort(self) -> None:
-        for stream in self.streams:
+    def _end(self, reason: str) -> None:
+        for stream, watch in zip(self.streams, self._watches, strict=True):
             stream.abort()
+            watch.close(reason)
 
     async def deltas(self) -> AsyncGenerator[tuple[int, Delta], None]:
         """(choice, delta) as they come; the choices of prompt p are p * n … p * n + n - 1. Raises LlmxError."""
@@ -77,7 +89,7 @@ class Generation:
                     running -= 1
                 else:
                     at, delta = item
-                    self.completion_tokens += len(delta.token_ids)
+                    self.completion_tokens += 0 if self.prompt_only else len(delta.token_ids)
                     yield at * self.n + delta.index, delta
         finally:
             for task in tasks:
@@ -85,11 +97,19 @@ class Generation:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _pump(self, at: int, stream: Stream) -> None:
+        """As fast as the engine goes, however slowly the client reads: what has ended makes room for others."""
+        watch = self._watches[at]
         try:
             async for delta in stream:
+                if not watch.began:
+                    self._place.begun(len(stream.prompt_token_ids))
+                watch.saw(delta)
+                if delta.finish_reason:
+                    self._place.ended()
                 self._queue.put_nowait((at, delta))
             self._queue.put_nowait(None)
         except Exception as error:
+            watch.close("error")
             self._queue.put_nowait(error)
 
     def usage(self) -> dict[str, Any]:

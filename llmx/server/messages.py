@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 from llmx.errors import RequestError
+
+if TYPE_CHECKING:
+    from llmx.server.service import Service
 
 MOST_MESSAGES = 2048
 RESERVED = (
@@ -33,6 +37,33 @@ class Message(BaseModel):
 
 
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]
+
+
+class TemplateFields(BaseModel):
+    """What the chat template gets."""
+
+    messages: Messages
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def template(self) -> dict[str, Any]:
+        """Arguments of the chat template. A continued message is not followed by a new turn."""
+        if self.add_generation_prompt and self.continue_final_message:
+            raise RequestError(
+                "add_generation_prompt and continue_final_message exclude each other.", param="continue_final_message"
+            )
+        continued = bool(self.continue_final_message)
+        opens = not continued if self.add_generation_prompt is None else self.add_generation_prompt
+        kwargs = template_kwargs(self.chat_template_kwargs)
+        return {**kwargs, "add_generation_prompt": opens, "continue_final_message": continued}
+
+
+async def render(service: Service, body: TemplateFields) -> list[int]:
+    """The token ids of a chat, by the model's template. Raises RequestError."""
+    messages, arguments = plain(body.messages), body.template
+    return await asyncio.to_thread(service.render, messages, arguments)
 
 
 def plain(messages: list[Message]) -> list[dict[str, Any]]:

@@ -11,18 +11,25 @@ from pydantic import BaseModel, ValidationError
 from llmx.errors import RequestError
 
 Body = TypeVar("Body", bound=BaseModel)
+BODY_SECONDS = 60.0  # for a body to arrive
 INLINE = 64 * 1024  # bytes; parsing more than this goes to a thread, so that streams aren't held up
 
 
 async def read(request: Request, model: type[Body], limit: int) -> Body:
-    """The JSON body as `model`. Raises RequestError: 413 too large, 415 not JSON by its header, 400 otherwise."""
+    """The JSON body as `model`. RequestError: 413 too large, 415 no JSON by its header, 408 too slow, 400 otherwise."""
     kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
     if kind != "application/json":
         # A web page may send anything but this to a local server without asking it first (CORS), so nothing else goes.
         raise RequestError(
             "The body must be JSON with the header Content-Type: application/json.", status=415, code="not_json"
         )
-    raw = await _body(request, limit)
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            raw = await _body(request, limit)
+    except TimeoutError:
+        raise RequestError(
+            f"The body did not come within {BODY_SECONDS:g} s.", status=408, code="body_too_slow"
+        ) from None
     if len(raw) <= INLINE:
         return _parse(raw, model)
     return await asyncio.to_thread(_parse, raw, model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import time
@@ -22,6 +23,7 @@ from llmx.server.generation import ClientGone, Generation, unless_gone
 
 log = logging.getLogger("llmx.server")
 DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"
 
 
 def event(data: Mapping[str, Any]) -> bytes:
@@ -131,14 +133,20 @@ class Reply(ABC):
 
 
 class EventStream(Response):
-    """Sends a reply's events. Aborts the generation when the client goes, and when anything else ends the sending."""
+    """Sends a reply's events. Aborts the generation when the client goes, and when anything else ends the sending.
+
+    After `silence` seconds without one (a long prompt, a long queue) it sends a comment: proxies between cut off
+    connections that say nothing, and a write is what shows that a client has vanished.
+    """
 
     media_type = "text/event-stream"
 
-    def __init__(self, reply: Reply) -> None:
+    def __init__(self, reply: Reply, silence: float) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self.reply = reply
+        self.silence = silence
+        self.said = time.monotonic()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self.reply.generation:
@@ -149,16 +157,28 @@ class EventStream(Response):
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async with aclosing(self.reply.events()) as events:
-            async for data in events:
-                await send({"type": "http.response.body", "body": data, "more_body": True})
+        beat = asyncio.create_task(self._beat(send))
+        try:
+            async with aclosing(self.reply.events()) as events:
+                async for data in events:
+                    self.said = time.monotonic()
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
+        finally:
+            beat.cancel()
+            await asyncio.gather(beat, return_exceptions=True)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
+    async def _beat(self, send: Send) -> None:
+        while True:
+            await asyncio.sleep(self.silence)
+            if time.monotonic() - self.said >= self.silence:
+                await send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
 
-async def respond(request: Request, reply: Reply, stream: bool) -> Response:
+
+async def respond(request: Request, reply: Reply, stream: bool, silence: float) -> Response:
     """The HTTP response for a reply, streamed or whole. Raises LlmxError where a plain one fails."""
     if stream:
-        return EventStream(reply)
+        return EventStream(reply, silence)
     with reply.generation:
         try:
             return JSONResponse(await unless_gone(request.receive, reply.complete()))

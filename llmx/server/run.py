@@ -5,20 +5,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
 
 from llmx.errors import LlmxError
 from llmx.server.app import build_app
 from llmx.server.banner import start_lines
+from llmx.server.front import Front
+from llmx.server.protocol import HEAD_BYTES, Protocol
 from llmx.server.service import Service
 from llmx.server.settings import ServerSettings
 
@@ -26,13 +30,14 @@ if TYPE_CHECKING:
     from llmx.llm import LLM
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-WATCH_SECONDS = 0.25  # how soon a dead engine is seen
+WATCH_SECONDS = 0.25  # how soon a dead engine is seen, and that nothing runs any more
 GRACE_SECONDS = 5  # for streams that were told to end to say so
 
 
 class Server(uvicorn.Server):
     """uvicorn's server with our signals: the first lets running requests finish, the second stops at once.
 
+    While they finish the port stays open: /ready and new requests are answered with 503, which load balancers need.
     `engine_failed` says why the engine ended, if that is what stopped the server.
     """
 
@@ -61,7 +66,7 @@ class Server(uvicorn.Server):
             logging.disable()  # what follows cuts every request off; uvicorn would log each as a failure
             raise KeyboardInterrupt
         self.stopped_by = sig
-        self.should_exit = True
+        self.service.admission.draining = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -76,21 +81,28 @@ class Server(uvicorn.Server):
             watch.cancel()
 
     async def _watch(self) -> None:
-        while not (reason := self.service.failed):
+        """Ends the server once the engine has failed, or once it was told to stop and nothing runs any more."""
+        while not self.service.admission.draining:
+            if self._engine_is_gone():
+                return
             await asyncio.sleep(WATCH_SECONDS)
-        self.engine_failed = reason
-        self.should_exit = True
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        loop = asyncio.get_running_loop()
-        seconds = 0.0 if self.engine_failed else self.service.settings.drain_seconds
+        seconds = self.service.settings.drain_seconds
         if running := len(self.service.live):
             say(f"Stopping: up to {seconds:g} s for {running} running request(s); Ctrl-C again stops at once.")
-        deadline = loop.call_later(seconds, self.service.fail_all, self.engine_failed or "The server is shutting down.")
-        try:
-            await super().shutdown(sockets)
-        finally:
-            deadline.cancel()
+        deadline = time.monotonic() + seconds
+        while self.service.busy and time.monotonic() < deadline and not self._engine_is_gone():
+            await asyncio.sleep(WATCH_SECONDS)
+        self.should_exit = True
+
+    def _engine_is_gone(self) -> bool:
+        if reason := self.service.failed:
+            self.engine_failed = reason
+            self.should_exit = True
+        return self.should_exit
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self.service.fail_all(self.engine_failed or "The server is shutting down.")
+        await super().shutdown(sockets)
 
 
 def say(line: str) -> None:
@@ -101,19 +113,31 @@ def say(line: str) -> None:
 def make_server(llm: LLM, settings: ServerSettings, listener: socket.socket) -> Server:
     """The server for `llm` on `listener`; `.run(sockets=[listener])` serves until it is told to stop."""
     app = build_app(llm, settings)
+    service: Service = app.state.service
+    outer: ASGIApp = Front(app, service)
+    if settings.origins:
+        outer = CORSMiddleware(
+            outer,
+            allow_origins=settings.origins,
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),
+            expose_headers=("X-Request-Id", "Retry-After"),
+        )
     config = uvicorn.Config(
-        app,
+        outer,
         loop="asyncio",
+        http=Protocol,
+        h11_max_incomplete_event_size=HEAD_BYTES,
         lifespan="off",
         ws="none",
-        log_config=_logging(settings),
-        access_log=settings.log_requests,
+        log_config=_logging(),
+        access_log=False,
         proxy_headers=False,
         server_header=False,
         timeout_keep_alive=60,
-        timeout_graceful_shutdown=math.ceil(settings.drain_seconds) + GRACE_SECONDS,
+        timeout_graceful_shutdown=GRACE_SECONDS,
     )
-    return Server(app.state.service, config, listener)
+    return Server(service, config, listener)
 
 
 def serve(llm: LLM, settings: ServerSettings, listener: socket.socket) -> int:
@@ -125,18 +149,14 @@ def serve(llm: LLM, settings: ServerSettings, listener: socket.socket) -> int:
     return 130 if server.stopped_by == signal.SIGINT else 0
 
 
-def _logging(settings: ServerSettings) -> dict[str, Any]:
+def _logging() -> dict[str, Any]:
     """Everything to stderr; requests only where asked for. uvicorn's own news (started, stopping) is ours to tell."""
     return {
         "version": 1,
         "disable_existing_loggers": False,
         "formatters": {
             "talk": {"format": "%(levelname)s: %(message)s"},
-            "access": {
-                "()": "uvicorn.logging.AccessFormatter",
-                "fmt": '%(asctime)s %(client_addr)s "%(request_line)s" %(status_code)s',
-                "use_colors": False,
-            },
+            "access": {"format": "%(asctime)s %(message)s"},
         },
         "handlers": {
             "talk": {"class": "logging.StreamHandler", "formatter": "talk", "stream": "ext://sys.stderr"},
@@ -145,6 +165,6 @@ def _logging(settings: ServerSettings) -> dict[str, Any]:
         "loggers": {
             "llmx.server": {"handlers": ["talk"], "level": "WARNING", "propagate": False},
             "uvicorn": {"handlers": ["talk"], "level": "WARNING", "propagate": False},
-            "uvicorn.access": {"handlers": ["access"], "level": "INFO", "propagate": False},
+            "llmx.access": {"handlers": ["access"], "level": "INFO", "propagate": False},
         },
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
@@ -77,7 +78,8 @@ class SamplingFields(BaseModel):
 
     @property
     def wanted_tokens(self) -> int | None:
-        return self.default_max_tokens if self.max_tokens is None else self.max_tokens
+        """None: the request does not say."""
+        return self.max_tokens
 
     @property
     def salt(self) -> bytes:
@@ -87,16 +89,21 @@ class SamplingFields(BaseModel):
     def unknown(self) -> list[str]:
         return sorted(self.model_extra or {})
 
-    def sampling(self, **more: Any) -> SamplingParams:
-        """Checked `SamplingParams`; `more` are fields that only one endpoint has. Raises RequestError."""
+    def sampling(self, defaults: Mapping[str, Any], **more: Any) -> SamplingParams:
+        """Checked `SamplingParams`. `defaults` stand for what the request leaves out; `more` are fields that only one
+        endpoint has. Raises RequestError.
+        """
         self._check()
         given = {name: getattr(self, name) for name in SAME_NAMES if getattr(self, name) is not None}
         given |= {
-            "max_tokens": self.wanted_tokens,
+            "max_tokens": defaults.get("max_tokens", self.default_max_tokens)
+            if self.wanted_tokens is None
+            else self.wanted_tokens,
             "stop": stop_strings(self.stop),
             "logit_bias": biases(self.logit_bias),
+            "stop_token_ids": tuple(self.stop_token_ids or ()),
         }
-        return SamplingParams(**(given | {"stop_token_ids": tuple(self.stop_token_ids or ())} | more))
+        return SamplingParams(**{**defaults, **given, **more})
 
     def _check(self) -> None:
         if self.stream_options is not None and not self.stream:

@@ -6,20 +6,32 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
+from starlette.requests import Request
+
+from llmx.config import Metrics
 from llmx.core import SamplingParams
 from llmx.errors import LlmxError, RequestError
+from llmx.server.admission import Admission, Place
 from llmx.server.generation import Generation
 from llmx.server.sampling import SamplingFields
 from llmx.server.settings import ServerSettings
+from llmx.server.traffic import Traffic
 
 if TYPE_CHECKING:
     from llmx.llm import LLM
 
 log = logging.getLogger("llmx.server")
+PLACE = "llmx.place"  # where the request's place is in the ASGI scope
+QUEUE_PER_SEAT, LEAST_QUEUE = 4, 64  # texts that may wait, by default, per text that runs
+CACHES_QUEUED = 4  # and how many KV caches their prompts may fill
+DESK, MOST_TOKENS = 64, 2**62  # tokenizing at once
+MEASURE_SECONDS = 2.0
+FREE_CHARACTERS = 64 * 1024
 MOST_CHOICES = 1024  # prompts x n of one request
 MOST_NOTED = 256  # unknown fields that are remembered as logged
 
@@ -35,7 +47,21 @@ class Service:
         self.public = settings.served_names or (PurePath(named).name or named,)
         self.names = (*self.public, named)
         self.created = int(time.time())
+        self.defaults = settings.defaults
         self.live: set[Generation] = set()
+        info = llm.info
+        waiting = max(LEAST_QUEUE, QUEUE_PER_SEAT * info.max_num_seqs)
+        self.admission = Admission(
+            info.max_num_seqs,
+            waiting if settings.queued_requests is None else settings.queued_requests,
+            CACHES_QUEUED * info.num_blocks * info.block_size
+            if settings.queued_tokens is None
+            else settings.queued_tokens,
+        )
+        self.desk = Admission(0, DESK, MOST_TOKENS)
+        self.traffic = Traffic(self.model, info, llm.config.prefix_caching)
+        self._measuring: asyncio.Task[Metrics] | None = None
+        self._measured: Metrics | None = None
         self._noted: set[str] = set()
 
     @property
@@ -46,6 +72,11 @@ class Service:
     def failed(self) -> str | None:
         """Why no request can run any more, or None."""
         return self.llm.failed or (None if self.llm.alive() else "The engine has stopped.")
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request is being answered."""
+        return bool(self.live or self.admission.texts)
 
     def note_unknown(self, body: SamplingFields) -> None:
         """Fields that nobody here knows are ignored, and named in the log once."""
@@ -63,8 +94,42 @@ class Service:
                 status=404,
             )
 
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a prompt. RequestError for one that can't be few enough, before time goes into counting them."""
+        self.check_length(text)
+        return self.tokenizer.encode(text)
+
+    def render(self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]) -> list[int]:
+        """Token ids of a chat, by the model's template. RequestError."""
+        self.check_length("".join(message["content"] for message in messages))
+        return self.llm.render(messages, **arguments)
+
+    def check_length(self, text: str) -> None:
+        if len(text) <= FREE_CHARACTERS:
+            return
+        context = self.llm.info.max_model_len
+        least = len(text.encode("utf-8", "replace")) // self._longest_token
+        if least > context:
+            raise RequestError(
+                f"The prompt has at least {least} tokens; the context of {context} must hold it and at least one more.",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+
+    @cached_property
+    def _longest_token(self) -> int:
+        """In bytes."""
+        return max(1, *(len(self.tokenizer.piece(token)) for token in range(self.tokenizer.vocab_size)))
+
     async def open(
-        self, kind: str, prompts: Sequence[Sequence[int]], params: SamplingParams, salt: bytes
+        self,
+        request: Request,
+        kind: str,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        salt: bytes,
+        *,
+        prompt_only: bool = False,
     ) -> Generation:
         """Starts a request; `kind` begins its id. RequestError where it can't run, LlmxError where nothing can."""
         count = len(prompts) * params.n
@@ -74,9 +139,34 @@ class Service:
             )
         if reason := self.failed:
             raise LlmxError(reason)
-        id = f"{kind}-{uuid.uuid4().hex}"
-        # In a thread: a long prompt on its way to the engine's process may have to wait until that has read some.
-        return await asyncio.to_thread(Generation, self.llm, prompts, params, salt, self.live, id)
+        place: Place = request.scope[PLACE]
+        place.grow(count, sum(map(len, prompts)))
+        return await asyncio.to_thread(  # long prompts take a while to look through
+            Generation,
+            self.llm,
+            prompts,
+            params,
+            id=f"{kind}-{uuid.uuid4().hex}",
+            salt=salt,
+            prompt_only=prompt_only,
+            place=place,
+            traffic=self.traffic,
+            live=self.live,
+        )
+
+    async def measure(self) -> Metrics | None:
+        """The engine's counters, at most one question at a time; the last known where it is too busy to answer."""
+        if self._measuring is None:
+            self._measuring = asyncio.create_task(asyncio.to_thread(self.llm.metrics, MEASURE_SECONDS))
+        asked = self._measuring
+        try:
+            self._measured = await asyncio.shield(asked)
+        except LlmxError:
+            log.debug("The engine did not answer.")
+        finally:
+            if asked.done() and self._measuring is asked:
+                self._measuring = None
+        return self._measured
 
     def fail_all(self, message: str) -> None:
         """Ends everything in flight with an error."""

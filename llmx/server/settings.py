@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from llmx.errors import UsageError
+from llmx.server.keys import Key
+
+ORIGIN = re.compile(r"\*|https?://[A-Za-z0-9.-]+(:\d{1,5})?|https?://\[[0-9a-fA-F:]+\](:\d{1,5})?")
 
 
 @dataclass(frozen=True)
@@ -12,6 +18,9 @@ class ServerSettings:
     """host, port: where to listen (port 0: any free one). served_names: what clients may call the model; the first is
     what answers say; empty: the model as it was named. drain_seconds: how long running requests may go on once the
     server was asked to stop. max_body_bytes: a larger request is refused. log_requests: one line per request on stderr.
+    keys: who may ask; empty: anyone. origins: web pages that may (CORS); "*": any. queued_requests: texts that may wait
+    for a free sequence; queued_tokens: tokens of prompts that may wait; None: by the engine's size. defaults:
+    SamplingParams that stand for what a request leaves out. keep_alive_seconds: between comments in a silent stream.
     """
 
     host: str = "127.0.0.1"
@@ -20,6 +29,12 @@ class ServerSettings:
     drain_seconds: float = 30.0
     max_body_bytes: int = 10 * 2**20
     log_requests: bool = False
+    keys: tuple[Key, ...] = field(default=(), repr=False)
+    origins: tuple[str, ...] = ()
+    queued_requests: int | None = None
+    queued_tokens: int | None = None
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    keep_alive_seconds: float = 10.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -28,3 +43,14 @@ class ServerSettings:
             raise UsageError(f"--drain-seconds must be between 0 and 86400, not {self.drain_seconds:g}.")
         if any(not name.strip() for name in self.served_names):
             raise UsageError("--served-model-name may not be empty.")
+        for flag, least, value in (
+            ("--max-num-queued-reqs", 0, self.queued_requests),
+            ("--max-num-queued-tokens", 1, self.queued_tokens),
+        ):
+            if value is not None and value < least:
+                raise UsageError(f"{flag} must be at least {least}, not {value}.")
+        for origin in self.origins:
+            if not ORIGIN.fullmatch(origin):
+                raise UsageError(
+                    f"--allowed-origins {origin[:100]} is no origin.", hint="write https://example.org, or * for any"
+                )

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from llmx.config import EngineInfo
+from llmx.config import EngineConfig, EngineInfo, Metrics
 from llmx.core import Delta, SamplingParams
 from llmx.errors import LlmxError
 
@@ -59,9 +59,11 @@ class FakeTokenizer:
 @dataclass(eq=False)
 class FakeStream:
     prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
     script: Script
     pause: float
     cached_tokens: int = 0
+    started: float = 0.0
     prompt_logprobs: None = None
     aborted: bool = False
     ended: asyncio.Event = field(default_factory=asyncio.Event)
@@ -85,6 +87,8 @@ class FakeStream:
 
 
 class FakeLLM:
+    config = EngineConfig(model="models/fake")
+
     def __init__(self, script: Script, pause: float = 0.0) -> None:
         self.info = INFO
         self.tokenizer = FakeTokenizer()
@@ -93,6 +97,11 @@ class FakeLLM:
         self.pause = pause
         self.opened: list[FakeStream] = []
 
+    def metrics(self, timeout: float) -> Metrics:
+        if self.failed:
+            raise LlmxError(self.failed)
+        return Metrics(running=sum(not one.ended.is_set() for one in self.opened), total_blocks=20, free_blocks=20)
+
     def alive(self) -> bool:
         return self.failed is None
 
@@ -100,7 +109,7 @@ class FakeLLM:
         return self.tokenizer.encode("".join(message["content"] for message in messages))
 
     def open(self, prompt: list[int], params: SamplingParams, *, id: str, salt: bytes) -> FakeStream:
-        stream = FakeStream(tuple(prompt), self.script, self.pause)
+        stream = FakeStream(tuple(prompt), params, self.script, self.pause)
         self.opened.append(stream)
         return stream
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -132,7 +133,7 @@ def test_when_the_engine_fails_streams_end_with_its_reason_and_the_server_stops(
 def test_a_server_that_is_told_to_stop_ends_streams_with_an_event_when_their_time_is_over() -> None:
     llm = FakeLLM(forever, pause=0.01)
     with running(llm, drain_seconds=0.2) as server:
-        once_running(llm, lambda: setattr(server.server, "should_exit", True))
+        once_running(llm, lambda: server.server.handle_exit(signal.SIGTERM, None))
         *_, error, done = server.events("completions", PROMPT)
         assert error["error"]["message"] == "The server is shutting down."
         assert done == "[DONE]"
@@ -142,7 +143,7 @@ def test_a_server_that_is_told_to_stop_ends_streams_with_an_event_when_their_tim
 def test_a_server_that_is_told_to_stop_lets_a_running_stream_finish() -> None:
     llm = FakeLLM(says("finished"), pause=0.05)
     with running(llm, drain_seconds=60.0) as server:
-        once_running(llm, lambda: setattr(server.server, "should_exit", True))
+        once_running(llm, lambda: server.server.handle_exit(signal.SIGTERM, None))
         events = server.events("completions", PROMPT)
         assert "".join(one["choices"][0]["text"] for one in events[:-1]) == "finished"
 

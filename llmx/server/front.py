@@ -1,0 +1,90 @@
+"""What every request passes first: its id, its size, its key, its place in the queue; and its line in the log."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+import uuid
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from llmx.errors import RequestError
+from llmx.server import keys
+from llmx.server.admission import Admission, Overloaded
+from llmx.server.errors import refusal
+from llmx.server.service import PLACE, Service
+
+access = logging.getLogger("llmx.access")
+
+MOST_HEADERS = 100
+LONGEST_URL = 8192  # bytes
+GIVEN_ID = re.compile(r"[!-~]{1,128}")
+
+
+class Front:
+    """ASGI middleware. It refuses before anything of the body is read, so a full server says so at once."""
+
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self.app, self.service = app, service
+        self.queues: dict[str, Admission] = {
+            "/v1/chat/completions": service.admission,
+            "/v1/completions": service.admission,
+            "/tokenize": service.desk,
+            "/detokenize": service.desk,
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        given = headers.get("x-request-id", "")
+        id = given if GIVEN_ID.fullmatch(given) else uuid.uuid4().hex
+        began, status = time.monotonic(), 499
+
+        async def tell(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message["headers"], (b"x-request-id", id.encode())]
+            await send(message)
+
+        try:
+            await self._serve(scope, headers, receive, tell)
+        finally:
+            if self.service.settings.log_requests:
+                client, line = scope.get("client") or ("-", 0), scope["raw_path"].decode("ascii", "replace")
+                took = 1000 * (time.monotonic() - began)
+                access.info(
+                    '%s:%d "%s %s HTTP/%s" %d %.0f ms %s',
+                    *client, scope["method"], line, scope["http_version"], status, took, id,
+                )  # fmt: skip
+
+    async def _serve(self, scope: Scope, headers: Headers, receive: Receive, send: Send) -> None:
+        path = scope["path"]
+        try:
+            check_size(scope)
+            keys.check(self.service.settings.keys, path, headers)
+            queue = self.queues.get(path) if scope["method"] == "POST" else None
+            place = queue.enter() if queue is not None else None
+        except RequestError as error:
+            if isinstance(error, Overloaded):
+                self.service.traffic.rejected.add(code=str(error.code))
+            await refusal(error)(scope, receive, send)
+            return
+        if place is None:
+            await self.app(scope, receive, send)
+            return
+        with place:
+            scope[PLACE] = place
+            await self.app(scope, receive, send)
+
+
+def check_size(scope: Scope) -> None:
+    """RequestError for what no client of ours sends. All headers together are bounded where they are read."""
+    if len(scope["headers"]) > MOST_HEADERS:
+        raise RequestError(f"The request has over {MOST_HEADERS} headers.", status=431, code="headers_too_large")
+    if len(scope["raw_path"]) + len(scope["query_string"]) > LONGEST_URL:
+        raise RequestError(f"The URL has over {LONGEST_URL} bytes.", status=414, code="url_too_long")
