@@ -46,7 +46,7 @@ def chat(
     threads: o.Threads = None,
     tp: o.TensorParallel = 1,
 ) -> None:
-    """Talk with a model; /help says how. Answers go to stdout. Without a terminal each line of standard input is a turn.
+    """Talk with a model; /help says how. Answers go to stdout. Where nobody types, each line of stdin is a turn.
 
     With --url only the sampling flags that are set somewhere are sent: the rest is for the server to choose.
     """
@@ -79,9 +79,9 @@ def chat(
         for name in engine:
             if given(ctx, name) == "command line":
                 raise UsageError(f"--{name.replace('_', '-')} is for a model loaded here; with --url there is none.")
-        asked = {
-            name: value for name, value in sampling.items() if given(ctx, name) and (name != "max_tokens" or value)
-        }
+        asked = {name: value for name, value in sampling.items() if given(ctx, name)}
+        if not max_tokens:
+            asked.pop("max_tokens", None)
         talk(Remote(url, model, asked), system)
         return
     name, _ = o.choose_model(model)

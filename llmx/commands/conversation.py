@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -25,9 +25,8 @@ COMMANDS = {
     "/help": "this list",
     "/exit": "leave; so does Ctrl-D",
 }
-NOTES = (
-    'Ctrl-C ends an answer. A line ending in \\ goes on in the next; """ begins and ends a text of several lines.',
-)
+NOTES = 'Ctrl-C ends an answer. A line that ends with \\ goes on in the next; """ begins and ends a longer text.'
+Answer = Generator[tuple[str, str | None], None, None]  # pieces of text, each with the finish reason once it is known
 
 
 class Speaker(Protocol):
@@ -37,8 +36,8 @@ class Speaker(Protocol):
 
     def alive(self) -> bool: ...
 
-    def answer(self, messages: Sequence[Mapping[str, str]]) -> Iterator[tuple[str, str | None]]:
-        """Pieces of text, the finish reason with the last. LlmxError where it can't."""
+    def answer(self, messages: Sequence[Mapping[str, str]]) -> Answer:
+        """LlmxError where it can't. Close it to interrupt."""
 
 
 class Local:
@@ -51,7 +50,7 @@ class Local:
     def alive(self) -> bool:
         return self._llm.alive()
 
-    def answer(self, messages: Sequence[Mapping[str, str]]) -> Iterator[tuple[str, str | None]]:
+    def answer(self, messages: Sequence[Mapping[str, str]]) -> Answer:
         with self._llm.open(self._llm.render(messages), self._params) as stream:
             for delta in stream:
                 yield delta.text, delta.finish_reason
@@ -74,10 +73,11 @@ class Conversation:
         """One turn, shown as it comes. KeyboardInterrupt passes on; what was said until then is kept."""
         question = {"role": "user", "content": text}
         said: list[str] = []
-        finish = None
+        finish: str | None = None
         try:
-            with contextlib.closing(self.speaker.answer([*self.messages, question])) as pieces:  # type: ignore[type-var]
-                for piece, finish in pieces:
+            with contextlib.closing(self.speaker.answer([*self.messages, question])) as pieces:
+                for piece, reason in pieces:
+                    finish = reason
                     said.append(piece)
                     show(piece)
         except KeyboardInterrupt:
@@ -110,7 +110,7 @@ class Conversation:
             case "/save":
                 self.save(rest)
             case "/help":
-                typer.echo("\n".join([*(f"{name:8} {what}" for name, what in COMMANDS.items()), *NOTES]), err=True)
+                typer.echo("\n".join([*(f"{name:8} {what}" for name, what in COMMANDS.items()), NOTES]), err=True)
             case _:
                 close = get_close_matches(command, COMMANDS, 1)
                 meant = f"Did you mean {close[0]}?" if close else "/help lists the commands."

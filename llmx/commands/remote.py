@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from http.client import HTTPException, HTTPResponse
 from typing import Any
 from urllib.error import HTTPError, URLError
@@ -21,9 +21,9 @@ ERROR_BYTES = 1 << 16
 
 
 class Remote:
-    """A model behind a URL. `options` are fields of each request; only what the user asked for, the rest is the server's.
+    """A model behind a URL. `options`: fields of each request, only those that the user set; the rest is the server's.
 
-    model: the served name; None: the first that the server lists. LlmxError where the server can't be reached or says no.
+    model: the served name; None: the first that the server lists. LlmxError where it can't be reached or says no.
     """
 
     def __init__(self, url: str, model: str | None, options: Mapping[str, Any]) -> None:
@@ -39,7 +39,7 @@ class Remote:
     def alive(self) -> bool:
         return True  # it may answer the next time
 
-    def answer(self, messages: Sequence[Mapping[str, str]]) -> Iterator[tuple[str, str | None]]:
+    def answer(self, messages: Sequence[Mapping[str, str]]) -> Generator[tuple[str, str | None], None, None]:
         """Pieces of the answer as they come, each with the finish reason where that is known. Close it to interrupt."""
         body = {"model": self.name, "messages": list(messages), "stream": True} | self.options
         finish = None
