@@ -3,7 +3,8 @@
 usage: python benchmarks/compare_llama_cpp.py --server PATH/llama-server MODEL.gguf [MODEL.gguf ...]
 
 llama.cpp multiplies with activations in 8 bits where llmx's reference kernels use 32, so texts may part where two
-tokens are almost equally likely. The script prints that margin (in nats, by llmx's logits); it fails if one exceeds --noise.
+tokens are almost equally likely. The script prints that margin (in nats, by llmx's logits) and fails where it is more
+than --noise.
 """
 
 from __future__ import annotations
