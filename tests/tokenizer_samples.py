@@ -91,9 +91,12 @@ def save(backend: tokenizers.Tokenizer, folder: Path, **files: dict[str, Any]) -
     return folder
 
 
+def merges(backend: tokenizers.Tokenizer) -> list[tuple[str, str]]:
+    return [(left, right) for left, right in json.loads(backend.to_str())["model"]["merges"]]
+
+
 def gguf_metadata(backend: tokenizers.Tokenizer, pre: str = "gpt-2", **more: Any) -> dict[str, Any]:
     """A byte-level tokenizer as the metadata of a GGUF file."""
-    model = json.loads(backend.to_str())["model"]
     vocab = backend.get_vocab(with_added_tokens=True)
     tokens = sorted(vocab, key=lambda token: vocab[token])
     added = backend.get_added_tokens_decoder()
@@ -103,7 +106,7 @@ def gguf_metadata(backend: tokenizers.Tokenizer, pre: str = "gpt-2", **more: Any
         "tokenizer.ggml.pre": pre,
         "tokenizer.ggml.tokens": tokens,
         "tokenizer.ggml.token_type": kinds,
-        "tokenizer.ggml.merges": [" ".join(merge) for merge in model["merges"]],
+        "tokenizer.ggml.merges": [" ".join(merge) for merge in merges(backend)],
         "tokenizer.ggml.bos_token_id": vocab["<|begin|>"],
         "tokenizer.ggml.eos_token_id": vocab["<|end|>"],
         "tokenizer.ggml.add_bos_token": True,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from llmx.formats.fields import load_json, shown
 from llmx.templates import ChatTemplate
 from llmx.tokenizer.gguf import from_gguf
 from llmx.tokenizer.pieces import read_spelling
+from llmx.tokenizer.sentencepiece import from_sentencepiece
 from llmx.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -21,6 +23,9 @@ if TYPE_CHECKING:
 
 def load_tokenizer(located: Located | Path | str, gguf_metadata: Mapping[str, Any] | None = None) -> Tokenizer:
     """The tokenizer of a model: a Hugging Face directory, or a GGUF file (by its metadata, if already read).
+
+    Of a directory, tokenizer.json alone says what is put around a text and how tokens become text, as in transformers:
+    `add_bos_token`, `add_eos_token` and (for BPE) `clean_up_tokenization_spaces` beside it change nothing.
 
     UsageError, naming the file and what is wrong, for one that is missing, broken or of a kind that is not built.
     """
@@ -35,27 +40,31 @@ def load_tokenizer(located: Located | Path | str, gguf_metadata: Mapping[str, An
 
 
 def _from_directory(folder: Path) -> Tokenizer:
-    file = folder / "tokenizer.json"
-    if not file.is_file():
-        other = next((name for name in ("tokenizer.model", "vocab.json") if (folder / name).is_file()), None)
-        found = f"; its {other} is not read" if other else ""
-        raise UsageError(
-            f"{folder} has no tokenizer.json{found}.",
-            hint="Save one: transformers.AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR).",
-        )
-    described = load_json(file).data
-    backend = _build(file)
-    spelling = read_spelling(described.get("decoder"), str(file))
     config = _read_json(folder / "tokenizer_config.json")
     specials = _specials(_read_json(folder / "special_tokens_map.json")) | _specials(config)
-    bos_id = backend.token_to_id(specials["bos_token"]) if "bos_token" in specials else None
-    add_bos = config.get("add_bos_token")
+    file = folder / "tokenizer.json"
+    if file.is_file():
+        backend = _build(file)
+    elif (file := folder / "tokenizer.model").is_file():
+        backend, found = from_sentencepiece(folder)
+        specials = found | specials
+    else:
+        other = "; its vocab.json is not read" if (folder / "vocab.json").is_file() else ""
+        raise UsageError(
+            f"{folder} has neither tokenizer.json nor tokenizer.model{other}.",
+            hint="Save one: transformers.AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR).",
+        )
+    if config.get("clean_up_tokenization_spaces") is True and type(backend.model).__name__ != "BPE":
+        raise UsageError(
+            f"{folder}: clean_up_tokenization_spaces of a {type(backend.model).__name__} tokenizer is not built.",
+            hint="Set it to false in tokenizer_config.json: then spaces before punctuation stay as generated.",
+        )
+    decoder = None if backend.decoder is None else json.loads(backend.decoder.__getstate__())
     return Tokenizer(
         backend,
-        spelling,
-        bos_id=bos_id,
+        read_spelling(decoder, str(file)),
+        bos_id=backend.token_to_id(specials["bos_token"]) if "bos_token" in specials else None,
         eos_ids=_eos_ids(folder, backend, specials),
-        add_bos=add_bos if isinstance(add_bos, bool) else None,
         template=_template(folder, config, specials),
     )
 
