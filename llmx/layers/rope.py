@@ -97,28 +97,40 @@ class Rope:
 
 
 def rope_from_hf(
-    fields: Fields, head_dim: int, *, theta: float = 10000.0, layer_type: str | None = None, original: int | None = None
+    fields: Fields,
+    head_dim: int,
+    position: int,
+    *,
+    theta: float = 10000.0,
+    layer_type: str | None = None,
+    original: int | None = None,
+    partial: bool = False,
 ) -> RopeConfig:
     """From config.json of transformers 4 (rope_theta, rope_scaling) or 5 (rope_parameters, perhaps by `layer_type`).
 
-    `theta`, `original`: the family's defaults. UsageError for a rule that is not built or a value out of range.
+    position: of max_position_embeddings. theta: the family's default. original: overrules what is read. partial:
+    whether the family may turn a part of each head. UsageError for a rule that is not built, or a value out of range.
     """
-    position = fields.integer("max_position_embeddings", 2048, low=1)
-    scaling = fields.section("rope_parameters", None) or fields.section("rope_scaling", None)
+    scaling = fields.section("rope_scaling", None) or fields.section("rope_parameters", None)
     theta = fields.number("rope_theta", theta, low=1)
-    partial = fields.number("partial_rotary_factor", 1.0, low=0, high=1)
+    share = fields.number("partial_rotary_factor", 1.0, low=0, high=1)
     if scaling is not None and layer_type is not None and layer_type in scaling:
         scaling = scaling.section(layer_type)
+    if scaling is not None:
+        share = scaling.number("partial_rotary_factor", share, low=0, high=1)
+    if share != 1 and not partial:
+        raise UsageError(f"{fields.where}: partial_rotary_factor is {share}; this architecture turns whole heads.")
+    rotated = _rotated(head_dim, share)
     if scaling is None:
-        return RopeConfig(theta, _rotated(head_dim, partial))
+        return RopeConfig(theta, rotated)
     theta = scaling.number("rope_theta", theta, low=1)
-    rotated = _rotated(head_dim, scaling.number("partial_rotary_factor", partial, low=0, high=1))
     kind = scaling.text("rope_type", "") or scaling.text("type", "default")
-    kind = "longrope" if kind == "su" else kind  # Phi-3's first name for it
+    if kind == "su" or (kind == "yarn" and "short_factor" in scaling):  # Phi-3's first names for it
+        kind = "longrope"
     if kind not in KINDS:
         raise UsageError(f"{fields.where}: RoPE kind {kind!r} is not built; there are {', '.join(KINDS)}.")
-    original = scaling.integer("original_max_position_embeddings", None, low=1) or original
-    original = fields.integer("original_max_position_embeddings", None, low=1) or original or position
+    original = original or fields.integer("original_max_position_embeddings", None, low=1)
+    original = original or scaling.integer("original_max_position_embeddings", None, low=1) or position
     plain = RopeConfig(theta, rotated, kind, original=original)
     return plain if kind == "default" else _scaled(plain, scaling, position, fields.where)
 

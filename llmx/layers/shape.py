@@ -124,7 +124,7 @@ def _either(numbers: list[int]) -> str:
 
 
 def sizes_from_hf(
-    fields: Fields, *, eps: float = 1e-6, tied: bool = False, activation: str = "hidden_act"
+    fields: Fields, *, position: int = 2048, eps: float = 1e-6, tied: bool = False, activation: str = "hidden_act"
 ) -> dict[str, Any]:
     """The fields of Shape that every family's config.json names alike. Keywords: the family's defaults."""
     hidden, heads = fields.integer("hidden_size", low=1), fields.integer("num_attention_heads", low=1)
@@ -141,7 +141,7 @@ def sizes_from_hf(
         "kv_heads": fields.integer("num_key_value_heads", heads, low=1),
         "head_dim": fields.integer("head_dim", hidden // heads, low=2),
         "inner": fields.integer("intermediate_size", low=1),
-        "max_position": fields.integer("max_position_embeddings", 2048, low=1),
+        "max_position": fields.integer("max_position_embeddings", position, low=1),
         "eps": fields.number("rms_norm_eps", eps, low=0),
         "tied": fields.boolean("tie_word_embeddings", tied),
         "activation": HF_ACTIVATIONS[named],

@@ -62,6 +62,8 @@ def _open_folder(located: Located) -> Opened:
     fields = load_json(located.path / "config.json")
     named = fields.strings("architectures")
     family = _family("ARCHITECTURES", named[0] if named else "none", fields.where)
+    if not fields.boolean("is_causal", True):
+        raise UsageError(f"{fields.where}: is_causal is false; this version runs causal models.")
     config = family.Config.from_hf(fields)
     dtype = fields.text("dtype", None) or fields.text("torch_dtype", None)
     return Opened(family, named[0], config, open_safetensors(located.path), Names({}, {}), fields, dtype)

@@ -51,7 +51,9 @@ class Config(Shape):
             raise UsageError(
                 f"{fields.where}: use_bidirectional_attention is not built; this version runs causal models."
             )
-        sizes = shape.sizes_from_hf(fields, tied=True, activation="hidden_activation")
+        sizes = shape.sizes_from_hf(
+            fields, position=131072 if third else 8192, tied=True, activation="hidden_activation"
+        )
         if "hidden_activation" not in fields:
             sizes["activation"] = "gelu_tanh"
         if "head_dim" not in fields:
@@ -65,10 +67,11 @@ class Config(Shape):
             **sizes,
             **_family(sizes["hidden"], third),
             windows=windows,
-            ropes=_ropes_from_hf(fields, sizes["head_dim"], windows, third),
+            ropes=_ropes_from_hf(fields, sizes["head_dim"], sizes["max_position"], windows, third),
             unit_offset=True,
             scale=fields.number("query_pre_attn_scalar", 256.0, low=1) ** -0.5,
-            attention_cap=_cap(fields, "attn_logit_softcapping", None if third else 50.0),
+            # Gemma 3's config has the key, its attention no cap
+            attention_cap=0.0 if third else _cap(fields, "attn_logit_softcapping", 50.0),
             logit_cap=_cap(fields, "final_logit_softcapping", None if third else 30.0),
         )
 
@@ -78,7 +81,7 @@ class Config(Shape):
         architecture = fields.text("general.architecture")
         third = architecture == "gemma3"
         sizes = shape.sizes_from_gguf(fields, checkpoint, architecture)
-        window = fields.integer(f"{architecture}.attention.sliding_window", 4096, low=1)
+        window = fields.integer(f"{architecture}.attention.sliding_window", None if third else 4096, low=1)
         every = fields.integer(f"{architecture}.attention.sliding_window_pattern", 6 if third else 2, low=1)
         windows = tuple(window if (i + 1) % every else None for i in range(sizes["layers"]))
         rope = rope_from_gguf(fields, checkpoint, architecture, sizes["head_dim"], 1_000_000.0 if third else LOCAL_BASE)
@@ -112,18 +115,20 @@ def _cap(fields: Fields, key: str, default: float | None) -> float:
 
 
 def _ropes_from_hf(
-    fields: Fields, head_dim: int, windows: tuple[int | None, ...], third: bool
+    fields: Fields, head_dim: int, position: int, windows: tuple[int | None, ...], third: bool
 ) -> tuple[RopeConfig | None, ...]:
     """Gemma 3 turns layers with a window by a base of their own, and scales only the others."""
     if not third:
-        return (rope_from_hf(fields, head_dim),)
+        return (rope_from_hf(fields, head_dim, position),)
     parameters = fields.section("rope_parameters", None)
     if parameters is not None and "sliding_attention" in parameters:
-        local = rope_from_hf(fields, head_dim, theta=LOCAL_BASE, layer_type="sliding_attention")
-        whole = rope_from_hf(fields, head_dim, theta=1_000_000.0, layer_type="full_attention")
+        if "rope_scaling" in fields:
+            raise UsageError(f"{fields.where}: rope_scaling and rope_parameters are both given; Gemma 3 takes one.")
+        local = rope_from_hf(fields, head_dim, position, theta=LOCAL_BASE, layer_type="sliding_attention")
+        whole = rope_from_hf(fields, head_dim, position, theta=1_000_000.0, layer_type="full_attention")
     else:
         local = RopeConfig(fields.number("rope_local_base_freq", LOCAL_BASE, low=1), head_dim)
-        whole = rope_from_hf(fields, head_dim, theta=1_000_000.0)
+        whole = rope_from_hf(fields, head_dim, position, theta=1_000_000.0)
     return tuple(local if window else whole for window in windows)
 
 

@@ -29,7 +29,7 @@ class Config(Shape):
         sizes = shape.sizes_from_hf(fields)
         return cls(
             **sizes,
-            rope=rope_from_hf(fields, sizes["head_dim"]),
+            rope=rope_from_hf(fields, sizes["head_dim"], sizes["max_position"]),
             embedding_scale=fields.number("embedding_multiplier", 1.0),
             residual_scale=fields.number("residual_multiplier", 1.0),
             scale=fields.number("attention_multiplier", 1.0),

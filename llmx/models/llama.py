@@ -29,7 +29,7 @@ class Config(Shape):
     def from_hf(cls, fields: Fields) -> Config:
         """From config.json, of transformers 4 (rope_theta, rope_scaling) or 5 (rope_parameters)."""
         sizes = shape.sizes_from_hf(fields)
-        return cls(**sizes, rope=rope_from_hf(fields, sizes["head_dim"]))
+        return cls(**sizes, rope=rope_from_hf(fields, sizes["head_dim"], sizes["max_position"]))
 
     @classmethod
     def from_gguf(cls, fields: Fields, checkpoint: Gguf) -> Config:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from llmx.errors import UsageError
 from llmx.formats.fields import Fields
 from llmx.formats.gguf import Gguf
 from llmx.layers import shape
@@ -27,19 +28,23 @@ class Config(Shape):
     @classmethod
     def from_hf(cls, fields: Fields) -> Config:
         """`sliding_window` is null from version 0.2 on; left out, it is transformers' default of 4096."""
-        sizes = shape.sizes_from_hf(fields)
+        sizes = shape.sizes_from_hf(fields, position=131072)
         given = "sliding_window" in fields.data
         window = fields.integer("sliding_window", None, low=1) if given else 4096
-        return cls(**sizes, rope=rope_from_hf(fields, sizes["head_dim"]), windows=(window,))
+        return cls(**sizes, rope=rope_from_hf(fields, sizes["head_dim"], sizes["max_position"]), windows=(window,))
 
     @classmethod
     def from_gguf(cls, fields: Fields, checkpoint: Gguf) -> Config:
+        """Ministral 3's files have this architecture too, and scale the queries of late positions."""
+        for key in ("mistral3.attention.temperature_scale", "mistral3.rope.scaling.yarn_log_multiplier"):
+            if fields.number(key, 0.0):
+                raise UsageError(f"{fields.where}: {key} is set, which is not built.")
         sizes = shape.sizes_from_gguf(fields, checkpoint, "mistral3")
         window = fields.integer("mistral3.attention.sliding_window", None, low=1)
         return cls(**sizes, rope=rope_from_gguf(fields, checkpoint, "mistral3", sizes["head_dim"]), windows=(window,))
 
 
-TINY = {
+_SIZES = {
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_hidden_layers": 3,
@@ -49,10 +54,13 @@ TINY = {
     "vocab_size": 160,
     "max_position_embeddings": 512,
     "rope_theta": 500.0,
-    "sliding_window": 33,
 }
+TINY = (
+    ("MistralForCausalLM", _SIZES | {"sliding_window": 33}),
+    ("MistralForCausalLM", _SIZES | {"sliding_window": None}),
+)
 QUIRKS = {
     "window": lambda config: replace(config, windows=(None,)),
-    "window edge": lambda config: replace(config, windows=(config.windows[0] + 1,)),
+    "window edge": lambda config: replace(config, windows=tuple(w and w + 1 for w in config.windows)),
     "rope base": lambda config: replace(config, rope=replace(config.rope, theta=2 * config.rope.theta)),
 }

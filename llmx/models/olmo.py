@@ -34,7 +34,8 @@ class Config(Shape):
     @classmethod
     def from_hf(cls, fields: Fields) -> Config:
         sizes = shape.sizes_from_hf(fields, eps=1e-5)
-        return cls(**sizes, rope=rope_from_hf(fields, sizes["head_dim"]), placement="post", qk_norm="full")
+        rope = rope_from_hf(fields, sizes["head_dim"], sizes["max_position"])
+        return cls(**sizes, rope=rope, placement="post", qk_norm="full")
 
     @classmethod
     def from_gguf(cls, fields: Fields, checkpoint: Gguf) -> Config:

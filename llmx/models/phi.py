@@ -8,7 +8,7 @@ from llmx.formats.fields import Fields
 from llmx.formats.gguf import Gguf
 from llmx.layers import shape
 from llmx.layers.decoder import Decoder
-from llmx.layers.rope import rope_from_gguf, rope_from_hf
+from llmx.layers.rope import RopeConfig, rope_from_gguf, rope_from_hf
 from llmx.layers.shape import Shape
 
 Model = Decoder
@@ -36,9 +36,10 @@ class Config(Shape):
 
     @classmethod
     def from_hf(cls, fields: Fields) -> Config:
-        sizes = shape.sizes_from_hf(fields, eps=1e-5)
+        sizes = shape.sizes_from_hf(fields, position=4096, eps=1e-5)
         window = fields.integer("sliding_window", None, low=1)
-        rope = rope_from_hf(fields, sizes["head_dim"])
+        original = fields.integer("original_max_position_embeddings", 4096, low=1)
+        rope = rope_from_hf(fields, sizes["head_dim"], sizes["max_position"], original=original, partial=True)
         return cls(**sizes, rope=rope, windows=(window,), fused=True)
 
     @classmethod
@@ -51,6 +52,10 @@ class Config(Shape):
             windows=(window,),
             fused="blk.0.attn_qkv.weight" in checkpoint,
         )
+
+
+def _turning_less(rope: RopeConfig) -> RopeConfig:
+    return replace(rope, rotated=rope.rotated - 2, divisors=rope.divisors[:-1], long_divisors=rope.long_divisors[:-1])
 
 
 _SIZES = {
@@ -83,7 +88,7 @@ TINY = (
 )
 QUIRKS = {
     "window edge": lambda config: replace(config, windows=tuple(w and w + 1 for w in config.windows)),
-    "partial turns": lambda config: replace(config, rope=replace(config.rope, rotated=config.rope.rotated - 2)),
+    "partial turns": lambda config: replace(config, rope=_turning_less(config.rope)),
     "longrope's lists": lambda config: replace(config, rope=replace(config.rope, long_divisors=())),
     "longrope's magnitude": lambda config: replace(config, rope=replace(config.rope, magnitude=1.0)),
 }

@@ -28,7 +28,7 @@ class Config(Shape):
     def from_hf(cls, fields: Fields) -> Config:
         """With use_sliding_window, layers from `max_window_layers` on have the window, or as layer_types says."""
         third = "Qwen3ForCausalLM" in fields.strings("architectures")
-        sizes = shape.sizes_from_hf(fields)
+        sizes = shape.sizes_from_hf(fields, position=32768)
         if third and "head_dim" not in fields:
             sizes["head_dim"] = 128
         window = None
@@ -37,7 +37,7 @@ class Config(Shape):
         first = fields.integer("max_window_layers", 28, low=0)
         named = ("sliding_attention" if window and i >= first else "full_attention" for i in range(sizes["layers"]))
         windows = shape.windows_from_hf(fields, sizes["layers"], window, tuple(named))
-        rope = rope_from_hf(fields, sizes["head_dim"])
+        rope = rope_from_hf(fields, sizes["head_dim"], sizes["max_position"])
         return cls(**sizes, rope=rope, windows=windows, qk_norm="head" if third else "")
 
     @classmethod

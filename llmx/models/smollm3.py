@@ -29,7 +29,7 @@ class Config(Shape):
     @classmethod
     def from_hf(cls, fields: Fields) -> Config:
         """`no_rope_layers` holds a 1 for each layer that turns (the name says the opposite); else 3 of 4 do."""
-        sizes = shape.sizes_from_hf(fields, tied=True)
+        sizes = shape.sizes_from_hf(fields, position=32768, tied=True)
         layers = range(sizes["layers"])
         interval = fields.integer("no_rope_layer_interval", INTERVAL, low=1)
         turns = fields.integers("no_rope_layers", tuple(int((i + 1) % interval != 0) for i in layers))
@@ -45,7 +45,7 @@ class Config(Shape):
             windows: tuple[int | None, ...] = (None,)
         else:
             windows = shape.windows_from_hf(fields, sizes["layers"], window, named)
-        rope = rope_from_hf(fields, sizes["head_dim"], theta=2_000_000.0)
+        rope = rope_from_hf(fields, sizes["head_dim"], sizes["max_position"], theta=2_000_000.0)
         return cls(**sizes, ropes=tuple(rope if turn else None for turn in turns), windows=windows)
 
     @classmethod
