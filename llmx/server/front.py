@@ -14,11 +14,11 @@ from llmx.errors import RequestError
 from llmx.server import keys
 from llmx.server.admission import Admission, Overloaded
 from llmx.server.errors import refusal
+from llmx.server.protocol import HEAD_BYTES, HEAD_TOO_LARGE, MOST_HEADERS
 from llmx.server.service import PLACE, Service
 
 access = logging.getLogger("llmx.access")
 
-MOST_HEADERS = 100
 LONGEST_URL = 8192  # bytes
 GIVEN_ID = re.compile(r"[!-~]{1,128}")
 
@@ -83,8 +83,9 @@ class Front:
 
 
 def check_size(scope: Scope) -> None:
-    """RequestError for what no client of ours sends. All headers together are bounded where they are read."""
-    if len(scope["headers"]) > MOST_HEADERS:
-        raise RequestError(f"The request has over {MOST_HEADERS} headers.", status=431, code="headers_too_large")
+    """RequestError for what no client sends in earnest."""
+    headers = scope["headers"]
+    if len(headers) > MOST_HEADERS or sum(len(name) + len(value) for name, value in headers) > HEAD_BYTES:
+        raise RequestError(HEAD_TOO_LARGE, status=431, code="headers_too_large")
     if len(scope["raw_path"]) + len(scope["query_string"]) > LONGEST_URL:
         raise RequestError(f"The URL has over {LONGEST_URL} bytes.", status=414, code="url_too_long")

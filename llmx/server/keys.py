@@ -23,7 +23,7 @@ class Key:
     paths: tuple[str, ...] = ()
 
     def reaches(self, path: str) -> bool:
-        return not self.paths or any(path == p or path.startswith(p.rstrip("/") + "/") for p in self.paths)
+        return not self.paths or any(f"{path}/".startswith(p.rstrip("/") + "/") for p in self.paths)
 
 
 def parse(text: str, where: str) -> Key:

@@ -11,7 +11,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from llmx.server.errors import error_object
 
-HEAD_BYTES = 64 * 1024
+HEAD_BYTES = 64 * 1024  # h11 bounds what it waits to see the end of; the front what came in one piece
+MOST_HEADERS = 100
+HEAD_TOO_LARGE = f"The request has over {MOST_HEADERS} headers, or over {HEAD_BYTES} bytes of them."
 HEAD_SECONDS = 60.0
 
 
@@ -48,7 +50,7 @@ class Protocol(H11Protocol):
         status = getattr(sys.exception(), "error_status_hint", 400)
         message, code = "This is not an HTTP/1.1 request.", "invalid_http"
         if status == 431:
-            message, code = f"The headers have over {HEAD_BYTES} bytes.", "headers_too_large"
+            message, code = HEAD_TOO_LARGE, "headers_too_large"
         body = json.dumps(error_object(message, status, code=code)).encode()
         headers = [("Content-Type", "application/json"), ("Content-Length", str(len(body))), ("Connection", "close")]
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
