@@ -105,13 +105,16 @@ def given(context: typer.Context, name: str) -> str | None:
 
 
 def describe(context: typer.Context) -> Iterator[str]:
-    """The values and their sources, as a file that --config takes."""
+    """The values and their sources, as a file that --config takes. What is hidden where it is typed is hidden here."""
     yield f"# llmx {context.info_name}"
     lines = []
     for parameter in settable(context.command):
-        value = context.params[parameter.name]
+        value, key = context.params[parameter.name], keys(parameter)[0]
         plain = value if value is None or isinstance(value, bool | int | float) else _text(value)
-        lines.append((f"{keys(parameter)[0]}: {json.dumps(plain, ensure_ascii=False)}", given(context, parameter.name)))
+        line = f"{key}: {json.dumps(plain, ensure_ascii=False)}"
+        if getattr(parameter, "hide_input", False):
+            line = f"# {key}: {'set, not shown' if value else 'not set'}"
+        lines.append((line, given(context, parameter.name)))
     width = min(40, max((len(line) for line, _ in lines), default=0))
     for line, origin in lines:
         yield f"{line:<{width}}  # {origin or 'default'}"
@@ -178,7 +181,7 @@ def _several(text: str, variable: str) -> list[str]:
     except ValueError:
         values = None
     if not isinstance(values, list) or not all(isinstance(one, str) for one in values):
-        raise UsageError(f"{variable} begins like a list, and is no JSON list of strings: {text[:80]}")
+        raise UsageError(f"{variable} begins like a list, and is no JSON list of strings.")
     return values
 
 
