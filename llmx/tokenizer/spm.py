@@ -86,7 +86,7 @@ class SpmBackend:
     def _merge(self, word: str) -> tuple[int, ...]:
         count = len(word)
         ends = list(range(1, count + 1))  # a symbol is word[start:ends[start]]; the next one starts where it ends
-        before = list(range(-1, count))  # where the symbol before starts; -2 marks one that was merged away
+        before = list(range(-1, count))  # where the symbol before it starts; -1: none, or merged away
         queue: list[tuple[float, int, int, int]] = []
         ids, scores = self._ids, self._scores
 
@@ -98,9 +98,9 @@ class SpmBackend:
             offer(n - 1, n)
         while queue:
             _, left, right, end = heapq.heappop(queue)
-            if before[right] != left or ends[right] != end or before[left] == -2:
+            if before[right] != left or ends[right] != end:
                 continue  # one of the two has grown, or is gone
-            before[right], ends[left] = -2, end
+            before[right], ends[left] = -1, end
             before[end] = left
             offer(before[left], left)
             offer(left, end)
