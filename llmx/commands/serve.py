@@ -36,6 +36,7 @@ def serve(
         list[str] | None,
         typer.Option(
             "--api-key",
+            hide_input=True,  # by --print-config too
             help="Key that clients must send; repeatable. Others on this machine can read a command line: better give "
             "it in the variable LLMX_API_KEY, or use --api-key-file.",
             rich_help_panel=_SERVER,
