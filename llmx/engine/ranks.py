@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -14,7 +13,7 @@ from llmx.engine.messages import Failed, Follow, Message, Present, Ready, Step
 from llmx.errors import LlmxError, UsageError
 from llmx.parallel.group import Ranks
 
-GRACE = 1.0  # seconds for a rank that is going to be gone
+GRACE = 3.0  # seconds in which whoever broke the group must have been found
 
 
 class Followers:
@@ -50,19 +49,18 @@ class Followers:
             process.send(Step(messages))
 
     def check(self) -> None:
-        """LlmxError if one has ended, which none does by itself."""
-        if ended := [(rank, process) for rank, process in self._ranks() if process.fate() is not None]:
-            raise self._why(*min(ended, key=lambda one: one[1].process.returncode == 0))
+        """LlmxError if one has ended."""
+        if any(process.fate() is not None for process in self._processes):
+            raise self.blame()
 
     def blame(self) -> LlmxError:
-        """Why the group broke. Ranks that lost another one end well; the one that went first may take a moment."""
+        """Why the ranks can't go on. Who broke the group may take a moment to end; who lost another one ends well."""
         until = time.monotonic() + GRACE
-        while time.monotonic() < until and not any(p.fate() and p.process.returncode for _, p in self._ranks()):
+        while time.monotonic() < until:
+            for rank, process in enumerate(self._processes, start=1):
+                if (error := _failure(rank, process)) is not None:
+                    return error
             time.sleep(0.02)
-        try:
-            self.check()
-        except LlmxError as error:
-            return error
         return LlmxError("The tensor-parallel ranks lost each other; the engine can't go on.")
 
     def close(self) -> None:
@@ -70,9 +68,7 @@ class Followers:
             process.hang_up()
         for process in self._processes:
             process.close()
-
-    def _ranks(self) -> Iterator[tuple[int, Process]]:
-        return enumerate(self._processes, start=1)
+        self._processes.clear()
 
     def _all_say(self, kind: type[Message]) -> None:
         for process in self._processes:
@@ -84,15 +80,18 @@ class Followers:
                 raise _as_error(message)
             assert isinstance(message, kind)
 
-    def _why(self, rank: int, process: Process) -> LlmxError:
-        """What the rank said before it ended, if it did."""
-        try:
-            for message in process.channel.receive(0):
-                if isinstance(message, Failed):
-                    return _as_error(message)
-        except (EOFError, OSError):
-            pass
-        return LlmxError(f"Tensor-parallel rank {rank} ended {process.fate()}; the engine can't go on.")
+
+def _failure(rank: int, process: Process) -> LlmxError | None:
+    """What a rank says it failed with, or how it ended if it failed without a word."""
+    try:
+        for message in process.channel.receive(0):
+            if isinstance(message, Failed):
+                return _as_error(message)
+    except (EOFError, OSError):
+        pass
+    if not process.process.poll():
+        return None
+    return LlmxError(f"Tensor-parallel rank {rank} ended {process.fate()}; the engine can't go on.")
 
 
 def _as_error(failed: Failed) -> LlmxError:

@@ -35,6 +35,7 @@ def main(channel: Channel) -> None:
                 follow(channel, config, rank, port)
     except LlmxError as error:
         channel.send(Failed(error.message, error.hint, error.exit_code))
+        sys.exit(error.exit_code)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return
     except Exception as error:
