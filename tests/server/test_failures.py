@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import threading
 from collections.abc import Callable
@@ -193,3 +194,41 @@ def test_the_start_line_says_where_what_how_much_and_gives_a_line_to_paste(capfd
     assert "context 128 tokens × 4 sequences; KV cache 320 tokens (1 MiB, float32): 2 at full context" in said
     assert "kernels  reference\n" in said
     assert f'Try: curl {url}/chat/completions -H \'Content-Type: application/json\' -d \'{{"model": "mine"' in said
+
+
+def test_a_silent_stream_says_that_it_lives_and_clients_do_not_mind() -> None:
+    llm = FakeLLM(lambda at: says("hi")(at - 1) if at else Delta(0, "", ()), pause=0.3)
+    with (
+        running(llm, keep_alive_seconds=0.05) as server,
+        OpenAI(base_url=server.url, api_key="none", max_retries=0) as client,
+    ):
+        status, raw, _ = server.raw("POST", "/v1/completions", PROMPT | {"stream": True})
+        assert status == 200
+        before, _, after = raw.partition(b"data: ")
+        assert before.startswith(b": keep-alive\n\n")
+        assert set(before.split(b"\n\n")) == {b": keep-alive", b""}
+        assert after.endswith(b"data: [DONE]\n\n")
+        stream = client.completions.create(model="fake", prompt="hi", stream=True)
+        assert "".join(chunk.choices[0].text for chunk in stream) == "hi"
+
+
+def test_while_it_drains_new_requests_and_probes_are_told_so_and_what_runs_ends() -> None:
+    llm = FakeLLM(forever, pause=0.01)
+    with running(llm, drain_seconds=600.0) as server:
+        reader = threading.Thread(target=lambda: texts.extend(server.events("completions", PROMPT)))
+        texts: list[Any] = []
+        reader.start()
+        assert eventually(lambda: bool(llm.opened))
+        server.server.handle_exit(signal.SIGTERM, None)
+        status, raw, headers = server.raw("POST", "/v1/completions", PROMPT)
+        assert status == 503
+        assert json.loads(raw)["error"]["code"] == "shutting_down"
+        assert int(headers["retry-after"]) > 0
+        assert headers["connection"] == "close"
+        assert server.call("GET", "/ready")[0] == 503
+        assert server.call("GET", "/health")[0] == 200
+        rest = iter([Delta(0, "end", (1,), "stop")])
+        llm.opened[0].script = lambda _: next(rest, None)
+        reader.join()
+        assert texts[-2]["choices"][0]["finish_reason"] == "stop"
+        assert eventually(lambda: server.server.should_exit)

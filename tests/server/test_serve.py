@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from openai import APIConnectionError, APIError, OpenAI
+from openai import APIConnectionError, APIError, AuthenticationError, OpenAI
 from server.running import PATIENCE, eventually
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks processes up in /proc")
@@ -164,6 +164,25 @@ def test_a_signal_lets_the_running_stream_finish(tiny: Path, number: int, code: 
         assert not alive(engine)
         with pytest.raises(APIConnectionError):
             client.models.list()
+
+
+def test_keys_templates_and_defaults_come_from_flags(tiny: Path, tmp_path: Path) -> None:
+    keys, template = tmp_path / "keys", tmp_path / "mine.jinja"
+    keys.write_text("sk-file\n")
+    template.write_text("{{ bos_token }}{{ messages[-1].content }}")
+    flags = ("--api-key", "sk-flag", "--api-key-file", str(keys), "--chat-template", str(template))
+    flags += ("--override-generation-config", '{"temperature": 0, "max_tokens": 3}', "--max-num-queued-reqs", "0")
+    with serving(tiny, *flags, "--allowed-origins", "https://a.org") as served:
+        with connected(served) as client, pytest.raises(AuthenticationError):
+            client.models.list()
+        for key in ("sk-flag", "sk-file"):
+            with OpenAI(base_url=served.url, api_key=key, max_retries=0) as client:
+                chat = client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "the"}])
+                assert chat.usage is not None
+                assert chat.usage.prompt_tokens == 2
+                assert chat.usage.completion_tokens <= 3
+        assert "samples  temperature 0, max_tokens 3" in served.said
+        assert "sk-" not in served.said
 
 
 def test_a_second_interrupt_stops_at_once(tiny: Path) -> None:
