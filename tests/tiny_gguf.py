@@ -97,7 +97,7 @@ def write_gguf(
     name: str,
     config: Config,
     tensors: Mapping[str, Tensor],
-    more: Mapping[str, float] | None = None,
+    more: Mapping[str, Any] | None = None,
 ) -> None:
     """A file of GGUF architecture `name` from transformers' config.json and weights; `more`: further metadata.
 
@@ -110,7 +110,10 @@ def write_gguf(
     _sizes(writer, config)
     _scaling(writer, config)
     for key, value in (more or {}).items():
-        writer.add_float32(key, value)
+        if isinstance(value, list):
+            writer.add_array(key, value)
+        else:
+            writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
     if form.extra is not None:
         form.extra(writer, config)
     arch = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == name)
