@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi import FastAPI, Request
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from llmx import __version__
 from llmx.errors import LlmxError
@@ -21,6 +21,21 @@ from llmx.server.tokens import DetokenizeRequest, TokenizeRequest, detokenize, t
 
 if TYPE_CHECKING:
     from llmx.llm import LLM
+
+
+_TEXT = {"type": "string"}
+_MAYBE = {"type": ["string", "null"]}
+ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {"message": _TEXT, "type": _TEXT, "param": _MAYBE, "code": _MAYBE},
+        }
+    },
+}
 
 
 def build_app(llm: LLM, settings: ServerSettings) -> FastAPI:
@@ -57,7 +72,7 @@ def build_app(llm: LLM, settings: ServerSettings) -> FastAPI:
     async def detokenize_route(request: Request) -> Response:
         return await detokenize(service, request)
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics_route() -> Response:
         return Response(service.traffic.exposition(await service.measure()), media_type=CONTENT_TYPE)
 
@@ -96,4 +111,12 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
         schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
         schemas |= schema.pop("$defs", {})
         schemas[model.__name__] = schema
+    schemas["Error"] = ERROR
+    for operations in document["paths"].values():
+        for operation in operations.values():
+            operation["responses"].pop("422", None)  # FastAPI's own refusal, which becomes ours
+            operation["responses"]["default"] = {
+                "description": "Why not",
+                "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
+            }
     return document
