@@ -150,20 +150,25 @@ class _Loader(ABC):
         return Span(self.shard.rank * rows, (self.shard.rank + 1) * rows, vocab)
 
     def _share(self, name: str, total: int, heads: int | None, replicate: bool) -> Span:
-        """This rank's part of `total` features in `heads` units; with fewer units than ranks, if `replicate`, one."""
+        """This rank's part of `total` features in `heads` units; with fewer units than ranks, if `replicate`, one.
+
+        Without `heads` the parts are equal; where they can't be, as nearly so as whole blocks of a scheme allow.
+        """
         rank, size = self.shard.rank, self.shard.size
-        units = total if heads is None else heads
+        if heads is None:
+            grain = _grain(total, size)
+            return Span(rank * (total // grain) // size * grain, (rank + 1) * (total // grain) // size * grain, total)
+        units = heads
         assert total % units == 0, f"{name}: {total} features are not {units} heads"
         each = total // units
         if units % size == 0:
             return Span(rank * units // size * each, (rank + 1) * units // size * each, total)
-        if replicate and heads is not None and size % units == 0:
+        if replicate and size % units == 0:
             unit = rank * units // size
             return Span(unit * each, (unit + 1) * each, total)
-        what = "features" if heads is None else "heads"
         fits = [str(n) for n in range(1, min(units, 64) + 1) if units % n == 0]
         raise UsageError(
-            f"{name} has {units} {what}, which {size} tensor-parallel ranks can't share evenly.",
+            f"{name} has {units} heads, which {size} tensor-parallel ranks can't share evenly.",
             hint=f"sizes that divide them: {', '.join(fits)}",
         )
 
@@ -357,6 +362,17 @@ def _normal(index: Tensor, key: int) -> Tensor:
     total = (x & 255) + (x >> 8 & 255) + (x >> 16 & 255) + (x >> 24)
     deviation: float = (4 * (256**2 - 1) / 12) ** 0.5
     return (total - 510).float() / deviation
+
+
+def _grain(total: int, size: int) -> int:
+    """Features that stay together when `size` ranks share `total`.
+
+    Where they can't all have as many: a multiple of most schemes' blocks, if the shares then differ by a quarter at
+    most.
+    """
+    if total % size == 0:
+        return total // size
+    return next((g for g in (256, 128, 64, 32, 16, 8, 4, 2) if total % g == 0 and total // g >= 4 * size), 1)
 
 
 def _merged(pieces: Sequence[Piece]) -> Iterator[Piece]:

@@ -103,13 +103,13 @@ class Shape:
         return [LayerSpec(max(1, self.kv_heads // ranks), self.head_dim, window) for window in windows]
 
     def check_ranks(self, ranks: int) -> None:
-        """UsageError if heads or the MLP's width can't be split evenly."""
-        for count, what in ((self.heads, "attention heads"), (self.inner, "MLP features")):
-            if count % ranks:
-                fits = [n for n in range(1, min(count, 64) + 1) if count % n == 0 and self._kv_fits(n)]
-                raise UsageError(f"{count} {what} can't be split over {ranks} ranks; {_either(fits)} would do.")
+        """UsageError if heads can't be split evenly. All else can be cut anywhere."""
+        fits = [n for n in range(1, self.heads + 1) if self.heads % n == 0 and self._kv_fits(n)]
+        if self.heads % ranks:
+            raise UsageError(
+                f"{self.heads} attention heads can't be split over {ranks} ranks; {_either(fits)} would do."
+            )
         if not self._kv_fits(ranks):
-            fits = [n for n in range(1, self.heads + 1) if self.heads % n == 0 and self._kv_fits(n)]
             raise UsageError(
                 f"{self.kv_heads} key-value heads can't be split over {ranks} ranks; {_either(fits)} would do."
             )

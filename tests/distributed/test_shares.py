@@ -109,6 +109,19 @@ def test_each_of_three_ranks_reads_a_third_of_the_demo_file(demo: Path) -> None:
     expect_shares(lambda: open_model(Located("gguf", demo, demo.name, True)), 3)
 
 
+def test_nine_ranks_share_the_demo_file_though_its_mlp_has_no_nine_equal_parts(demo: Path) -> None:
+    def opened() -> Opened:
+        return open_model(Located("gguf", demo, demo.name, True))
+
+    opened().config.check_ranks(9)
+    read = shares(opened, 9)
+    for part in ("ffn_gate", "ffn_up", "ffn_down"):  # 48 blocks of 32
+        parts = [counted.read_of[f"blk.0.{part}.weight"] for counted in read]
+        whole = opened().checkpoint.stored(f"blk.0.{part}.weight").nbytes
+        assert sum(parts) == whole
+        assert {nbytes * 48 // whole for nbytes in parts} == {5, 6}
+
+
 def test_rows_are_cut_between_blocks_or_refused_in_a_sentence(tmp_path: Path) -> None:
     """Q4_K stores 256 weights together."""
     checkpoint = write(tmp_path, {"down.weight": random_blocks("Q4_K", 64, 512)}, {"down.weight": "Q4_K"})

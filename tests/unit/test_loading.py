@@ -211,9 +211,20 @@ def test_heads_that_ranks_cannot_share_are_refused_with_sizes_that_can(tmp_path:
         weights.column([Part("k", 12, 3)], 32)
     with pytest.raises(UsageError, match="o has 1 heads"):
         weights.row("o", 8, 36, 1)
-    with pytest.raises(UsageError, match="k has 12 features, which 5"):
-        load(checkpoint, size=5).column([Part("k", 12)], 32)
     assert checkpoint.bytes_read == 0
+
+
+def test_features_without_heads_are_shared_as_equally_as_whole_blocks_can_be(tmp_path: Path) -> None:
+    up, down = randn(12, 64), randn(8, 32 * 13, seed=1)
+    packed = schemes()["gguf_q4_0"].pack(down, "Q4_0")["weight"]
+    checkpoint = write(tmp_path, {"up.weight": up, "down.weight": packed}, {"down.weight": "Q4_0"})
+    whole = matrix(load(checkpoint).row("down", 8, 416))
+    ups = [matrix(load(checkpoint, rank=r, size=5).column([Part("up", 12)], 64)) for r in range(5)]
+    downs = [matrix(load(checkpoint, rank=r, size=3).row("down", 8, 416)) for r in range(3)]
+    assert torch.equal(torch.cat(ups), up)
+    assert [len(part) for part in ups] == [2, 2, 3, 2, 3]
+    assert [part.shape[1] for part in downs] == [4 * 32, 4 * 32, 5 * 32]
+    assert torch.equal(torch.cat(downs, 1), whole)
 
 
 def test_a_split_inside_a_block_is_refused(tmp_path: Path) -> None:
