@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,9 @@ from llmx.commands import settings
 
 COMMANDS: dict[str, Any] = get_command(app).commands  # type: ignore[attr-defined]
 FLAGS = [(name, parameter) for name, command in COMMANDS.items() for parameter in settings.settable(command)]
+TYPES = {
+    str(c.callback.__name__): inspect.signature(c.callback).parameters for c in app.registered_commands if c.callback
+}
 # Read elsewhere, so that no flag may take their names.
 OTHERS = ["CACHE", "KERNELS", "ISA", "PREPARE", "DEMO_WHEEL", "REQUIRE_NATIVE", "PURE", "CONFIG", "DEBUG"]
 
@@ -49,10 +53,10 @@ def printed(*arguments: object, **variables: str) -> dict[str, tuple[Any, str]]:
     return dict(zip(values, zip(values.values(), sources, strict=True), strict=True))
 
 
-def other(parameter: Any) -> str:
+def other(command: str, parameter: Any) -> str:
     """A value of the flag's type that is not its default."""
-    kind = str(parameter.type_descriptor.annotation)
-    if parameter.is_flag if parameter.param_type_name == "option" else False:
+    kind = str(TYPES[command][parameter.name].annotation)
+    if getattr(parameter, "is_flag", False):
         return "false" if parameter.default else "true"
     if "int" in kind:
         return "7"
@@ -62,7 +66,7 @@ def other(parameter: Any) -> str:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_flag_can_be_set_by_a_variable_and_by_a_file(command: str, file: Path) -> None:
     flags = [p for p in settings.settable(COMMANDS[command]) if not getattr(p, "hide_input", False)]
-    texts = {settings.keys(parameter)[0]: other(parameter) for parameter in flags}
+    texts = {settings.keys(parameter)[0]: other(command, parameter) for parameter in flags}
     want = {
         key: [text] if settings.takes_many(parameter) else text if text == "9:11" else yaml.safe_load(text)
         for (key, text), parameter in zip(texts.items(), flags, strict=True)
