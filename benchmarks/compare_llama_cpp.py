@@ -2,9 +2,10 @@
 
 usage: python benchmarks/compare_llama_cpp.py --server PATH/llama-server MODEL.gguf [MODEL.gguf ...]
 
-llama.cpp multiplies with activations in 8 bits where llmx's reference kernels use 32, so texts may part where two
-tokens are almost equally likely. The script prints that margin (in nats, by llmx's logits) and fails where it is more
-than --noise.
+llama.cpp multiplies with activations in 8 bits and keeps KV in 16 where llmx's reference kernels use 32, so texts may
+part where two tokens are almost equally likely. Each prompt is therefore compared twice: with the file itself, where the
+margin of the first difference is printed (in nats, by llmx's logits), and, with --exact, with the same weights written
+as F32 (by the package gguf) and an F32 cache, where texts must be equal up to ties of less than --noise.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ import json
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmx import LLM, SamplingParams
@@ -35,26 +38,13 @@ PROMPTS = (
 
 
 @contextmanager
-def llama_server(binary: str, model: str, threads: int) -> Iterator[str]:
+def llama_server(binary: str, model: str, threads: int, *more: str) -> Iterator[str]:
     """The server on a free loopback port; its URL once it is healthy."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [
-        binary,
-        "-m",
-        model,
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(port),
-        "-c",
-        "2048",
-        "-t",
-        str(threads),
-        "-np",
-        "1",
-    ]
+    address = ["--host", "127.0.0.1", "--port", str(port)]
+    command = [binary, "-m", model, *address, "-c", "2048", "-t", str(threads), "-np", "1", *more]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     url = f"http://127.0.0.1:{port}"
     try:
@@ -102,21 +92,49 @@ def compare(llm: LLM, url: str, text: str, count: int) -> dict[str, Any]:
     return result
 
 
+def as_f32(model: str, folder: str) -> str:
+    """The same GGUF with every weight as the F32 number that it stands for."""
+    import gguf
+
+    reader = gguf.GGUFReader(model)
+    path = str(Path(folder) / "f32.gguf")
+    writer = gguf.GGUFWriter(path, reader.fields["general.architecture"].contents())
+    for name, field in reader.fields.items():
+        if name.startswith("GGUF.") or name == "general.architecture":
+            continue
+        kind, *inner = field.types
+        writer.add_key_value(name, field.contents(), kind, inner[-1] if inner else None)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, gguf.dequantize(tensor.data, tensor.tensor_type).astype("float32"))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="+")
     parser.add_argument("--server", required=True, help="the llama-server binary")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--noise", type=float, default=0.3, help="nats: a margin that 8-bit activations may turn over")
+    parser.add_argument("--exact", action="store_true", help="compare in F32 too")
+    parser.add_argument("--noise", type=float, default=1e-3, help="nats: with --exact, a margin that rounding may turn")
     options = parser.parse_args()
     failed = False
     for model in options.models:
-        with LLM(model, kv_cache_bytes=2**29) as llm, llama_server(options.server, model, options.threads) as url:
-            for text in PROMPTS:
-                result = compare(llm, url, text, options.tokens)
-                failed |= result.get("margin", 0.0) > options.noise
-                print(json.dumps({"model": model.rsplit("/", 1)[-1]} | result, ensure_ascii=False))
+        with LLM(model, dtype="float32", kv_cache_bytes=2**29) as llm, tempfile.TemporaryDirectory() as folder:
+            runs = [("as stored", model, ())]
+            if options.exact:
+                runs.append(("as F32", as_f32(model, folder), ("-ctk", "f32", "-ctv", "f32", "-fa", "off")))
+            for weights, path, flags in runs:
+                with llama_server(options.server, path, options.threads, *flags) as url:
+                    for text in PROMPTS:
+                        result = compare(llm, url, text, options.tokens)
+                        failed |= weights == "as F32" and result.get("margin", 0.0) > options.noise
+                        about = {"model": Path(model).name, "weights": weights}
+                        print(json.dumps(about | result, ensure_ascii=False), flush=True)
     sys.exit(3 if failed else 0)
 
 
