@@ -39,3 +39,9 @@ def test_too_many_requests_are_answered_with_200_or_429_and_hold_nothing_afterwa
     assert set(found["full"]["statuses"]) == {"200"}
     assert set(found["overloaded"]["statuses"]) == {"200", "429"}
     assert found["left_behind"] == 0
+
+
+def test_the_clients_that_are_installed_get_on_with_the_server() -> None:
+    found = results("clients.py")["clients"]
+    assert found["openai"] == "works"
+    assert all(said == "works" or said.startswith("skipped") for said in found.values())

@@ -1,0 +1,146 @@
+"""What else clients and issue trackers of other servers check: many at once, much at once, and too much."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai import APIStatusError, AsyncOpenAI
+from server.running import Running, running
+from server.scraping import scraped
+
+from llmx.llm import LLM
+
+USER = {"role": "user", "content": "Tell me."}
+
+
+def test_n_greedy_texts_are_equal(server: Running) -> None:
+    body = {"prompt": "the", "temperature": 0, "n": 3, "max_tokens": 8, "ignore_eos": True}
+    choices = server.post("completions", body)[1]["choices"]
+    assert [choice["index"] for choice in choices] == [0, 1, 2]
+    assert len({choice["text"] for choice in choices}) == 1
+
+
+def test_n_drawn_texts_differ(server: Running) -> None:
+    body = {"prompt": "the", "n": 4, "max_tokens": 12, "seed": 5, "ignore_eos": True}
+    assert len({choice["text"] for choice in server.post("completions", body)[1]["choices"]}) == 4
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])
+def test_echoed_prompts_times_n_come_in_order_of_their_index(server: Running, stream: bool) -> None:
+    prompts = ["the quick", "a stitch in"]
+    body = {"prompt": prompts, "n": 2, "echo": True, "max_tokens": 3, "logprobs": 1, "seed": 1, "ignore_eos": True}
+    plain = server.post("completions", body)[1]["choices"]
+    assert [choice["index"] for choice in plain] == [0, 1, 2, 3]
+    for at, choice in enumerate(plain):
+        assert choice["text"].startswith(prompts[at // 2])
+        assert choice["logprobs"]["token_logprobs"][0] is None
+        assert None not in choice["logprobs"]["token_logprobs"][1:]
+    if stream:
+        texts = dict.fromkeys(range(4), "")
+        for event in server.events("completions", body)[:-1]:
+            for choice in event["choices"]:
+                texts[choice["index"]] += choice["text"]
+        assert list(texts.values()) == [choice["text"] for choice in plain]
+
+
+def test_a_text_that_can_not_fit_is_refused_before_its_tokens_are_counted(
+    server: Running, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def encode(*_: object, **__: object) -> None:
+        raise AssertionError("nobody has to count them")
+
+    monkeypatch.setattr(llm.tokenizer, "encode", encode)
+    text = "fox " * 500_000
+    for path, body in (
+        ("completions", {"prompt": text}),
+        ("chat/completions", {"messages": [USER | {"content": text}]}),
+    ):
+        for stream in (False, True):
+            status, answer = server.post(path, body | {"stream": stream})
+            assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+            assert "256" in answer["error"]["message"]
+            assert len(answer["error"]["message"]) < 300
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("completions", {"prompt": ["x"] * 1025}, "prompt"),
+        ("completions", {"prompt": ["x"] * 600, "n": 2}, "n"),
+        ("completions", {"prompt": "x", "logit_bias": {str(at): 1 for at in range(1025)}}, "logit_bias"),
+        ("completions", {"prompt": "x", "cache_salt": "x" * 2000}, "cache_salt"),
+        ("chat/completions", {"messages": [USER] * 2049}, "messages"),
+        ("chat/completions", {"messages": [USER | {"role": 5}] * 2000}, "messages.0.role"),
+        ("chat/completions", {"messages": [USER | {"content": [{"type": "x"}] * 5000}]}, "messages.0.content"),
+        ("chat/completions", {"messages": [USER], "top_logprobs": 21, "logprobs": True}, "top_logprobs"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_too_much_is_refused_in_a_few_words(server: Running, path: str, body: dict[str, Any], param: str) -> None:
+    status, raw, _ = server.raw("POST", f"/v1/{path}", body)
+    assert status == 400
+    assert len(raw) < 1000
+    assert f'"param":"{param}"'.encode() in raw
+
+
+def test_deep_nesting_is_refused(server: Running) -> None:
+    for depth in (70, 150, 5000):
+        deep = b'{"messages": [{"role": "user", "content": "x", "extra": ' + b"[" * depth + b"]" * depth + b"}]}"
+        assert server.raw("POST", "/v1/chat/completions", deep)[0] == 400
+    assert server.post("chat/completions", {"messages": [USER], "max_tokens": 1})[0] == 200
+
+
+def test_requests_of_all_kinds_at_once_get_what_each_gets_alone(server: Running) -> None:
+    """Among them some that are refused, and clients that leave."""
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0},
+        {"temperature": 1.1, "seed": 1},
+        {"temperature": 0.7, "seed": 2, "top_p": 0.9, "extra_body": {"top_k": 20, "min_p": 0.01}},
+        {"temperature": 0, "frequency_penalty": 1.5, "logprobs": 3},
+        {"temperature": 1.0, "seed": 3, "logit_bias": {"7": 5}, "n": 2},
+        {"temperature": 0, "stop": ["e"]},
+        {"temperature": 0, "echo": True, "logprobs": 1},
+        {"temperature": 7000},
+        {"temperature": 0, "extra_body": {"stop_token_ids": [10**6]}},
+    ]
+
+    async def one(client: AsyncOpenAI, kind: dict[str, Any]) -> object:
+        try:
+            answer = await client.completions.create(model="tiny", prompt="the lazy dog", max_tokens=24, **kind)
+        except APIStatusError as error:
+            return error.status_code, error.body
+        return [(choice.text, choice.finish_reason, choice.logprobs) for choice in answer.choices]
+
+    async def leave(client: AsyncOpenAI) -> None:
+        stream = await client.completions.create(model="tiny", prompt="a", max_tokens=200, stream=True)
+        async for _ in stream:
+            break
+        await stream.close()
+
+    async def everything() -> None:
+        async with AsyncOpenAI(base_url=server.url, api_key="none", max_retries=0) as client:
+            alone = [await one(client, kind) for kind in kinds]
+            leaving = [asyncio.create_task(leave(client)) for _ in range(6)]
+            together = await asyncio.gather(*(one(client, kind) for kind in kinds * 4))
+            await asyncio.gather(*leaving)
+        assert together == alone * 4
+
+    asyncio.run(everything())
+
+
+def test_texts_are_the_same_when_the_cache_is_so_small_that_they_are_put_back_and_computed_again(tiny: Path) -> None:
+    body = {"prompt": "the quick", "max_tokens": 120, "temperature": 0, "ignore_eos": True}
+    prompts = [f"{body['prompt']} {at}" for at in range(8)]
+    options: dict[str, Any] = {"dtype": "float32", "device": "cpu", "threads": 1, "max_num_seqs": 8}
+    with LLM(str(tiny), kv_cache_bytes=2**18, **options) as llm, running(llm) as server:
+        assert llm.info.num_blocks * llm.info.block_size < 8 * 128
+        alone = [server.post("completions", body | {"prompt": prompt})[1]["choices"][0]["text"] for prompt in prompts]
+        together = server.post("completions", body | {"prompt": prompts})[1]["choices"]
+        assert [choice["text"] for choice in together] == alone
+        assert {choice["finish_reason"] for choice in together} == {"length"}
+        found = scraped(server)
+        assert found["llmx:num_preemptions_total"] > 0
+        assert found["llmx:kv_cache_usage_perc"] == 0
