@@ -3,8 +3,8 @@
 usage: python benchmarks/compare_llama_cpp.py --server PATH/llama-server MODEL.gguf [MODEL.gguf ...]
 
 llama.cpp multiplies with activations in 8 bits and keeps KV in 16 where llmx's reference kernels use 32, so texts may
-part where two tokens are almost equally likely. Each prompt is therefore compared twice: with the file itself, where the
-margin of the first difference is printed (in nats, by llmx's logits), and, with --exact, with the same weights written
+part where two tokens are almost equally likely. Each prompt is therefore compared twice: with the file itself, and the
+margin of the first difference printed (in nats, by llmx's logits), and, with --exact, with the same weights written
 as F32 (by the package gguf) and an F32 cache, where texts must be equal up to ties of less than --noise.
 """
 
