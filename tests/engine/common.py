@@ -41,6 +41,10 @@ def model(windows: str = "full", dtype: torch.dtype = torch.float32) -> Model:
         vocab=VOCAB, hidden=HIDDEN, layers=3, heads=6, kv_heads=2, head_dim=8, inner=48, max_position=LENGTH, eps=1e-5,
         rope=RopeConfig(500.0, 8), windows=WINDOWS[windows],
     )  # fmt: skip
+    return build_model(config, dtype)
+
+
+def build_model(config: Config, dtype: torch.dtype = torch.float32) -> Model:
     kernels = Kernels("cpu", "reference")
     return Model(config, RandomWeights(1, dtype, CPU, kernels, std=STD), kernels, length=LENGTH, device=CPU)
 

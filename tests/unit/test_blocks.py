@@ -9,6 +9,7 @@ from collections.abc import Iterable
 import pytest
 import torch
 
+from llmx.batch import Batch, Kept
 from llmx.cache.blocks import BlockManager, GroupShape
 from llmx.cache.pools import Cache, LayerSpec, block_bytes, windows_of
 from llmx.core import Request, SamplingParams, Sequence
@@ -327,6 +328,26 @@ def test_copies_move_keys_values_and_taps_of_their_group_alone() -> None:
         rest = [b for b in range(4) if b != to]
         assert torch.equal(new[:, rest], old[:, rest])
     assert torch.equal(cache.taps, taps[[0, 1, 2, 1]])
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_each_block_keeps_the_tap_of_its_last_kept_position_in_whatever_order_they_are_written(seed: int) -> None:
+    """A device may write in any order, so no block may be written twice."""
+    cache = Cache([LayerSpec(1, 2)], 1, [6], SIZE, tap_dim=1, dtype=torch.float32, device=torch.device("cpu"))
+    positions = torch.tensor([2, 3, 4, 5, 6, 0, 1, 2, 3])
+    owner = torch.tensor([0] * 5 + [1] * 4)
+    mask = torch.tensor([True] * 4 + [False] + [True] * 4)  # position 6 of the first row was a draft, and wrong
+    table = torch.tensor([[3, 4], [5, 0]])
+    slots = torch.where(mask, table[owner, positions // SIZE] * SIZE + positions % SIZE, positions % SIZE)
+    order = torch.randperm(9, generator=torch.Generator().manual_seed(seed))
+    zeros = torch.zeros(9, dtype=torch.long)
+    batch = Batch(
+        zeros, positions[order], owner[order], zeros - 1, zeros, [slots[order]], [table], zeros[:2], zeros[:2], zeros,
+        SIZE, (5, 4), (5, 4), (2, 0), (7, 4),
+    )  # fmt: skip
+    kept = Kept(mask[order], positions[order], [slots[order]], torch.tensor([6, 4]))
+    cache.settle(batch, kept, (positions + 100 * owner)[order, None].float())
+    assert cache.taps[:, 0].tolist() == [0, 0, 0, 3, 5, 103]
 
 
 def test_groups_and_their_bytes() -> None:
