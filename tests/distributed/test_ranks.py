@@ -34,7 +34,7 @@ ROOT = Path(__file__).parent.parent.parent
 PROMISED = 5.0  # seconds in which the death of one ends all: a promise to users, many times what it takes
 ENGINE: dict[str, Any] = {"dtype": "float32", "max_num_batched_tokens": 64, "max_num_seqs": 8}
 LONG = SamplingParams(temperature=0.0, max_tokens=1000)
-SCALED_UP = tuple(range(3, 120))  # more than one step takes
+LONG_PROMPT = tuple(range(3, 120))  # more than one step takes
 
 
 def start(ranks: int, **options: Any) -> LLM:
@@ -60,8 +60,8 @@ def two() -> Iterator[LLM]:
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, seed=0)
 ASKED: list[tuple[tuple[int, ...], SamplingParams]] = [
     ((1, 2, 3), GREEDY),
-    (SCALED_UP, GREEDY),
-    (SCALED_UP, replace(GREEDY, n=3, temperature=1.1, seed=5)),
+    (LONG_PROMPT, GREEDY),
+    (LONG_PROMPT, replace(GREEDY, n=3, temperature=1.1, seed=5)),
     ((9, 8, 7), replace(GREEDY, temperature=0.9, top_p=0.9, seed=2**62 + 1)),
     ((4, 4, 4, 4), replace(GREEDY, repetition_penalty=1.3, frequency_penalty=0.5, logit_bias=((7, 1.25),))),
     ((5,), replace(GREEDY, stop_token_ids=tuple(range(0, 256, 3)))),
@@ -90,7 +90,7 @@ def test_requests_of_every_kind_together_say_what_one_rank_says(one: LLM, two: L
 
 
 def test_aborted_and_refused_requests_leave_the_ranks_in_step(one: LLM, two: LLM) -> None:
-    stream = two.open(SCALED_UP[:40], replace(LONG, n=2, max_tokens=900, temperature=1.0, seed=3))
+    stream = two.open(LONG_PROMPT[:40], replace(LONG, n=2, max_tokens=900, temperature=1.0, seed=3))
     other = two.open((6, 5, 4), GREEDY)
     for _ in range(5):
         next(stream)

@@ -123,6 +123,14 @@ def test_ranks_have_unequal_shares_of_features_that_they_do_not_divide(tmp_path:
     compare(lambda: open_folder(folder), 4)
 
 
+def test_biases_of_linears_whose_results_are_added_up_are_added_once(tmp_path: Path) -> None:
+    tiny = next(tiny for tiny in TINIES if tiny.architecture == "LlamaForCausalLM")
+    config = tiny.config_json() | {"attention_bias": True, "mlp_bias": True, "num_hidden_layers": 1}
+    folder = save(tmp_path / "model", config, build(tiny.oracle, config, 2.0))
+    assert "model.layers.0.mlp.down_proj.bias" in open_folder(folder).checkpoint
+    compare(lambda: open_folder(folder), 2)
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_vocabulary_that_the_ranks_do_not_divide_is_filled_up(tied: bool, tmp_path: Path) -> None:
     tiny = next(tiny for tiny in TINIES if tiny.architecture == "LlamaForCausalLM")
@@ -249,6 +257,19 @@ def test_prefix_hits_and_aborts_leave_the_ranks_in_step() -> None:
     alone = play(Alone())
     assert alone[2] > 0
     assert on_ranks(2, play) == [alone, alone]
+
+
+def test_rank_0_has_the_say_where_the_others_would_draw_other_tokens() -> None:
+    (asked,) = chosen("greedy")
+
+    def play(group: Any) -> list[int]:
+        made = engine(group)
+        if group.rank:
+            right = made.model.head
+            made.model.head = lambda x: -right(x)
+        return made.run([asked])[0].output
+
+    assert on_ranks(2, play) == [play(Alone())] * 2
 
 
 def test_bfloat16_ranks_agree_to_the_bit() -> None:
