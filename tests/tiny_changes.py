@@ -53,12 +53,13 @@ class Change:
 
 
 def changes(config: Mapping[str, Any]) -> Iterator[list[Change]]:
-    """For each field the changes to try, until one moves what transformers computes. A missing field is one of them."""
+    """For each field lists of changes, to be tried until one moves what transformers computes. Being missing is one."""
     for path, value in _leaves(config):
         base: Mapping[str, Any] = config
         if path == "num_hidden_layers":  # with another number of layers, lists of what each layer is can't stand
             base = {key: v for key, v in config.items() if not (isinstance(v, list) and len(v) == value)}
-        yield [Change(path, v, _with(base, path, v)) for v in values_for(path.rpartition(".")[2], value)]
+        tries = [Change(path, v, _with(base, path, v)) for v in values_for(path.rpartition(".")[2], value)]
+        yield from ([change] for change in tries) if isinstance(value, str) else [tries]  # each word is its own matter
         if path not in HEAVY:
             yield [Change(path, ABSENT, _with(config, path, ABSENT))]
     for name, values in NULLS.items():

@@ -58,6 +58,6 @@ TINY = {
 QUIRKS = {
     "QK norm over all heads": lambda config: replace(config, qk_norm=""),
     "QK norm weights": ("q_norm.weight", "k_norm.weight"),
-    "norms after each half": lambda config: replace(config, eps=0.1),
-    "which norm stands where": ("post_attention_layernorm.weight", "post_feedforward_layernorm.weight"),
+    "norm epsilon": lambda config: replace(config, eps=0.1),
+    "norms after each half": ("post_attention_layernorm.weight", "post_feedforward_layernorm.weight"),
 }

@@ -245,17 +245,16 @@ class Walk:
         same = {n: p.shape for n, p in model.named_parameters()} == {n: t.shape for n, t in of.tensors.items()}
         save(folder, change.config, model, like if same else None)
         value = "absent" if change.value is ABSENT else repr(change.value)
-        longest = parsed["max_position_embeddings"]
-        if (found := self._judge(change, folder, wanted, moves, longest, of)) is not None:
+        if (found := self._judge(change, folder, wanted, moves, parsed, of)) is not None:
             self.wrong.append(f"{change.field} = {value}: {found}")
         return moved > SHOWS
 
-    def _judge(self, change: Change, folder: Path, wanted: Tensor, moves: bool, longest: int, of: Saved) -> str | None:
+    def _judge(self, change: Change, folder: Path, wanted: Tensor, moves: bool, parsed: Any, of: Saved) -> str | None:
         """What is wrong about what we make of it."""
         try:
             opened = open_folder(folder)
-            if opened.config.max_position != longest:
-                return f"a context of {opened.config.max_position}, where transformers has {longest}"
+            if (quiet := _quiet(opened.config)) != (theirs := {key: parsed[key] for key in quiet}):
+                return f"read as {quiet}, by transformers as {theirs}"
             if not moves and opened.config == of.open().config:
                 return None
             model, _ = load(opened, WALK)
@@ -269,6 +268,13 @@ class Walk:
             return None
         away = distance(found, wanted) if found.shape == wanted.shape else found.shape
         return f"transformers' logits {'move' if moves else 'stay'}, and ours are {away} away"
+
+
+def _quiet(config: Any) -> dict[str, Any]:
+    """What a change of hardly shows in the logits, or not at this length, by transformers' names."""
+    windows = {window for window in config.windows if window}
+    found = {"max_position_embeddings": config.max_position, "rms_norm_eps": config.eps}
+    return found | ({"sliding_window": windows.pop()} if windows else {})
 
 
 @cache
