@@ -72,6 +72,14 @@ def build_app(llm: LLM, settings: ServerSettings) -> FastAPI:
     async def detokenize_route(request: Request) -> Response:
         return await detokenize(service, request)
 
+    _add_state(app, service)
+    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
+    return app
+
+
+def _add_state(app: FastAPI, service: Service) -> None:
+    """The routes that tell how the server is."""
+
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics_route() -> Response:
         return Response(service.traffic.exposition(await service.measure()), media_type=CONTENT_TYPE)
@@ -92,9 +100,6 @@ def build_app(llm: LLM, settings: ServerSettings) -> FastAPI:
             raise LlmxError(reason)
         service.admission.check()
         return JSONResponse({"status": "ready"})
-
-    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
-    return app
 
 
 def _takes(model: type[BaseModel]) -> dict[str, Any]:

@@ -66,7 +66,8 @@ def check(keys: tuple[Key, ...], path: str, headers: Mapping[str, str]) -> None:
     if not keys or path in PUBLIC:
         return
     kind, _, given = headers.get("authorization", "").partition(" ")
-    digest = hashlib.sha256((given.strip() if kind.lower() == "bearer" else "").encode("latin-1")).digest()
+    given = given.strip() if kind.lower() == "bearer" else headers.get("x-api-key", "")
+    digest = hashlib.sha256(given.encode("latin-1")).digest()
     same = [key for key in keys if hmac.compare_digest(key.digest, digest)]
     if not same:
         said = "Incorrect API key." if given else "No API key: send the header `Authorization: Bearer KEY`."

@@ -63,7 +63,8 @@ def locked() -> Iterator[Running]:
     "headers",
     [
         *({}, bearer("sk-on"), bearer("sk-one1"), bearer(""), bearer("schlüssel"), {"Authorization": "sk-one"}),
-        *({"Authorization": "Basic sk-one"}, {"Host": "127.0.0.1/health?"}, {"X-Forwarded-Path": "/health"}),
+        *({"Authorization": "Basic sk-one"}, {"X-Api-Key": "sk-on"}),
+        *({"Host": "127.0.0.1/health?"}, {"X-Forwarded-Path": "/health"}),
     ],
     ids=str,
 )
@@ -82,6 +83,7 @@ def test_health_needs_no_key(locked: Running, path: str) -> None:
 
 @pytest.mark.parametrize("key", ["sk-one", "sk-two"])
 def test_each_key_opens(locked: Running, key: str) -> None:
+    assert locked.raw("GET", "/v1/models", headers={"X-Api-Key": key})[0] == 200
     with OpenAI(base_url=locked.url, api_key=key, max_retries=0) as client:
         assert client.completions.create(model="fake", prompt="hi").choices[0].text == "x"
         assert [model.id for model in client.models.list()] == ["fake"]
