@@ -220,8 +220,8 @@ def test_text_is_taken_token_by_token() -> None:
     sequence = Sequence(
         Request("x", (1,), SamplingParams(max_tokens=6, min_tokens=3, stop_token_ids=(9,), seed=0)), 0, 0, [1]
     )
-    assert take(sequence, Emitted([9, 9, 5, 9, 4])) == 4, "no stop within min_tokens; nothing after a stop was said"
-    assert (sequence.finish, sequence.stopped_by, sequence.output) == ("stop", 9, [9, 9, 5, 9])
+    assert take(sequence, Emitted([9, 9, 9, 9, 4])) == 4, "no stop within min_tokens; nothing after a stop was said"
+    assert (sequence.finish, sequence.stopped_by, sequence.output) == ("stop", 9, [9, 9, 9, 9])
     assert sequence.accepted == 4
     other = Sequence(sequence.request, 0, 0, [1])
     assert take(other, Emitted([1, 2, 3, 4, 5, 6, 7])) == 6
