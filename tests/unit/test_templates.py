@@ -174,7 +174,7 @@ def test_the_date_is_todays() -> None:
         [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}],
         [{"role": "user", "content": [{"type": "text"}]}],
         [{"role": "user", "content": ["x"]}],
-        [{"role": "user", "content": object()}],
+        [{"role": "user", "content": object}],
         [{"role": "user", "tool_calls": ["x"]}],
         [{"role": "user", "tool_calls": [{"function": {"arguments": "{"}}]}],
         [{"role": "user", "tool_calls": 5}],
