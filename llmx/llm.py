@@ -337,7 +337,7 @@ class LLM:
         return self.open(prompt, params or SamplingParams())
 
     def metrics(self, timeout: float = math.inf) -> Metrics:
-        """The core's counters now; it answers between two steps. LlmxError if it has failed or takes over `timeout` s."""
+        """The core's counters now; it answers between steps. LlmxError if it has failed or takes over `timeout` s."""
         number, answered, found = next(self._numbers), threading.Event(), list[Metrics]()
         self._measured[number] = (answered, found)
         deadline = time.monotonic() + timeout
