@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background: children must not inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ["HF_HUB_OFFLINE"] = "1"  # the oracles never look for a network
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 

@@ -41,7 +41,8 @@ def file(tmp_path: Path) -> Path:
 
 
 def llmx(*arguments: object, **variables: str) -> Result:
-    return CliRunner().invoke(app, [str(one) for one in arguments], env=variables)
+    # Wide enough that Typer's error box breaks no path, wherever the test's folder lies.
+    return CliRunner().invoke(app, [str(one) for one in arguments], env={"COLUMNS": "400"} | variables)
 
 
 def printed(*arguments: object, **variables: str) -> dict[str, tuple[Any, str]]:

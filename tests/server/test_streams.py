@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from openai import AsyncOpenAI, OpenAI
-from server.running import Running, eventually
+from server.running import Running, eventually, running
 
 from llmx.llm import LLM
 
@@ -148,7 +150,16 @@ def test_several_prompts_stream_under_indices_of_their_own(server: Running) -> N
         ]
 
 
-def test_32_streams_at_once_each_say_what_they_say_alone(server: Running, client: OpenAI, llm: LLM) -> None:
+@pytest.fixture
+def fresh(tiny: Path) -> Iterator[tuple[LLM, Running]]:
+    """A server that nobody has used yet: its counters begin at nothing."""
+    settings: dict[str, Any] = {"dtype": "float32", "device": "cpu", "threads": 1, "kv_cache_bytes": 16 * 2**20}
+    with LLM(str(tiny), max_num_seqs=32, **settings) as llm, running(llm) as server:
+        yield llm, server
+
+
+def test_32_streams_at_once_each_say_what_they_say_alone(fresh: tuple[LLM, Running], client: OpenAI) -> None:
+    llm, server = fresh
     requests: list[dict[str, Any]] = [
         {
             "messages": [{"role": "user", "content": f"Story {at}: " + "the lazy dog " * (at % 5)}],

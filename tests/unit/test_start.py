@@ -166,5 +166,5 @@ def test_a_report_that_cannot_be_written_is_refused_before_the_work(tmp_path: Pa
 
 
 def test_sigint_is_not_ignored_here():
-    """The tests above send one: a shell that starts this suite in the background must not have disabled it."""
+    """The tests above send one: a shell that starts this suite in the background disables it; conftest undoes that."""
     assert signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
