@@ -38,11 +38,9 @@ def verify(drafts: Drafts, batch: Batch, draws: Draws) -> Verdict:
     drawn_at[owner, place] = torch.arange(len(owner), device=device)  # index into draws; column 0 is the root
     every, here = torch.arange(count, device=device), torch.zeros(count, dtype=torch.long, device=device)
     walk, on_path = [drawn_at[:, 0]], torch.zeros(count, width, dtype=torch.bool, device=device)
-    alive = drawn_at[:, 0] >= 0
     for _ in range(drafts.depth):
         want = draws.tokens[drawn_at[every, here]]
         match = drafts.exists & (drafts.parents == here[:, None] - 1) & (drafts.tokens == want[:, None])
-        match &= alive[:, None]
         alive = match.any(1)
         here = torch.where(alive, match.long().argmax(1) + 1, here)
         on_path |= match

@@ -23,7 +23,7 @@ from llmx.scheduler import Limits
 from llmx.speculative.base import Drafter
 
 CPU = torch.device("cpu")
-VOCAB, HIDDEN, LENGTH, SIZE = 96, 32, 768, 8
+VOCAB, HIDDEN, INNER, LENGTH, SIZE = 96, 36, 50, 768, 8  # widths that no vector register divides
 STD = 0.3  # large enough that texts vary and the likeliest token is not always the same
 WINDOWS: dict[str, tuple[int | None, ...]] = {
     "full": (None,),
@@ -38,15 +38,15 @@ KINDS.remove(("windows", torch.bfloat16))  # that the dtype doesn't matter to gr
 @cache
 def model(windows: str = "full", dtype: torch.dtype = torch.float32) -> Model:
     config = Config(
-        vocab=VOCAB, hidden=HIDDEN, layers=3, heads=6, kv_heads=2, head_dim=8, inner=48, max_position=LENGTH, eps=1e-5,
-        rope=RopeConfig(500.0, 8), windows=WINDOWS[windows],
+        vocab=VOCAB, hidden=HIDDEN, layers=3, heads=6, kv_heads=2, head_dim=8, inner=INNER, max_position=LENGTH,
+        eps=1e-5, rope=RopeConfig(500.0, 8), windows=WINDOWS[windows],
     )  # fmt: skip
     return build_model(config, dtype)
 
 
 def build_model(config: Config, dtype: torch.dtype = torch.float32) -> Model:
     kernels = Kernels("cpu", "reference")
-    return Model(config, RandomWeights(1, dtype, CPU, kernels, std=STD), kernels, length=LENGTH, device=CPU)
+    return Model(config, RandomWeights(2, dtype, CPU, kernels, std=STD), kernels, length=LENGTH, device=CPU)
 
 
 Key = tuple[str, int]  # request, choice
@@ -123,9 +123,10 @@ def engine(
     size: int = SIZE,
     prefix_caching: bool = True,
     of: Model | None = None,
+    watermark: bool = True,
     **limits: Any,
 ) -> Watched:
-    """`blocks`: of every KV group, or per group."""
+    """`blocks`: of every KV group, or per group. Without a watermark preemptions are many."""
     built = of or model(windows, dtype)
     groups = len(windows_of([*built.config.specs(), *(drafter.needs.layers if drafter else ())]))
     counts = [blocks] * groups if isinstance(blocks, int) else list(blocks)
@@ -140,6 +141,8 @@ def engine(
         prefix_caching=prefix_caching,
         poison=True,
     )
+    if not watermark:
+        made.scheduler.blocks.least_free = lambda: LENGTH  # type: ignore[method-assign]
     MADE.append(made)
     return made
 

@@ -83,18 +83,11 @@ def test_chunks_of_one_token(windows: str, dtype: torch.dtype) -> None:
 @each_model
 @pytest.mark.parametrize("overlap", [False, True])
 def test_preempted(windows: str, dtype: torch.dtype, overlap: bool) -> None:
-    preemptions = recomputed = 0
-    sizes, wanted = ((46, 800), (52, 33)), requests()
-    if windows == "window":  # small windows: only the choices that fork can fill a pool that they were admitted to
-        sizes, wanted = ((6, 800), (7, 33)), tuple(r for r in requests() if r.params.n > 1 or r in few())
-    for blocks, chunk in sizes:
-        run = engine(windows, dtype, blocks=blocks, budget=chunk, overlap=overlap, prefix_caching=chunk == 33)
-        sequences = check(run, wanted, truth(windows, dtype, requests()))
-        preemptions += run.scheduler.preemptions
-        recomputed += run.recomputed
-        assert run.scheduler.preemptions == sum(s.preemptions for s in sequences)
-    assert preemptions > 0
-    assert recomputed > 0
+    for blocks, chunk in ((10, 800), (12, 33)) if windows == "window" else ((46, 800), (52, 33)):
+        run = engine(windows, dtype, blocks=blocks, budget=chunk, overlap=overlap, watermark=False)
+        sequences = check(run, requests(), truth(windows, dtype, requests()))
+        assert run.scheduler.preemptions == sum(s.preemptions for s in sequences) > 0
+        assert run.recomputed > 0
 
 
 @each_model
