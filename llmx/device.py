@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     import torch
 
 CGROUP = Path("/sys/fs/cgroup")
+SPINS = "1000"  # some microseconds: longer than the gap between two operations, far shorter than a time slice
 
 
 def resolve_device(name: str) -> torch.device:
@@ -43,6 +44,16 @@ def thread_count() -> int:
     except (OSError, ValueError):
         pass
     return cores
+
+
+def yield_while_waiting() -> None:
+    """Let torch's CPU threads sleep soon when they wait for each other; it must be said before torch is imported.
+
+    libgomp's threads spin for milliseconds by default. With another busy process on a core, the one that spins holds up
+    the one that is waited for at every operation: a step takes several times as long.
+    """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
 
 
 def available_memory(device: torch.device) -> int:

@@ -18,6 +18,7 @@ from typing import Any
 from llmx.config import EngineConfig, EngineInfo, Metrics
 from llmx.core import Completion, Delta, Logprob, Output, Request, SamplingParams
 from llmx.detokenizer import Detokenizer
+from llmx.device import yield_while_waiting
 from llmx.engine.launch import Client, InProcess, Spawned
 from llmx.engine.messages import Abort, Add, Ask, Failed, Measured, Message, Refused, Tokens
 from llmx.errors import LlmxError, RequestError, UsageError
@@ -462,6 +463,7 @@ class LLM:
 
 
 def _client(config: EngineConfig, spawn: bool, progress: Callable[[int, int], None] | None) -> Client:
+    yield_while_waiting()
     if spawn:
         return Spawned(config, progress)
     from llmx.engine.service import Core  # torch, which a front with a spawned core does without
