@@ -243,7 +243,7 @@ def requests(tokens: int = 16, seed: int = 0) -> tuple[Request, ...]:
 
 def few() -> tuple[Request, ...]:
     """For the slowest schedules: some of `requests()`."""
-    wanted = ("greedy", "seeded", "penalties_sampled", "stop", "long_greedy")
+    wanted = ("greedy", "penalties_sampled", "stop", "long_greedy")
     return tuple(r for r in requests() if r.id in wanted)
 
 

@@ -71,9 +71,8 @@ def _steps(run: Watched, count: int) -> None:
         assert run.step() is not None
 
 
-@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("steps", [0, 1, 2, 3, 5])
-@pytest.mark.parametrize("kind", ["none", "tree"])
+@pytest.mark.parametrize(("overlap", "kind"), [(False, "none"), (True, "tree")])
 def test_abort_in_every_state(overlap: bool, steps: int, kind: str) -> None:
     """Waiting, in a chunk, before siblings are born, while they run, in flight: the others don't notice."""
     want = truth("mixed", F32, requests())
