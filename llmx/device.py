@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import torch
 
 CGROUP = Path("/sys/fs/cgroup")
-SPINS = "1000"  # some microseconds: longer than the gap between two operations, far shorter than a time slice
+SPINS = "5000"  # some microseconds: longer than the gap between two operations, far shorter than a time slice
 
 
 def resolve_device(name: str) -> torch.device:
