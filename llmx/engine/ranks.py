@@ -34,7 +34,7 @@ class Followers:
             process = Process()
             self._processes.append(process)
             own = replace(self.config, device="cpu" if device.type == "cpu" else f"cuda:{first + rank}")
-            process.channel.send(Follow(own, rank, group.port))
+            process.send(Follow(own, rank, group.port))
         self._all_say(Present)  # waits here, where Ctrl-C and a death are noticed
         group.join()
         return group

@@ -5,6 +5,7 @@ torch is imported in functions: its import takes seconds, in which the other end
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import sys
 import time
@@ -34,13 +35,20 @@ def main(channel: Channel) -> None:
             case Follow(config, rank, port):
                 follow(channel, config, rank, port)
     except LlmxError as error:
-        channel.send(Failed(error.message, error.hint, error.exit_code))
+        tell(channel, Failed(error.message, error.hint, error.exit_code))
         sys.exit(error.exit_code)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return
     except Exception as error:
-        channel.send(Failed(f"The engine failed: {type(error).__name__}: {error}", "this is a bug; please report it"))
+        hint = "this is a bug; please report it"
+        tell(channel, Failed(f"The engine failed: {type(error).__name__}: {error}", hint))
         raise
+
+
+def tell(channel: Channel, failed: Failed) -> None:
+    """Last words, if anybody is there to hear them."""
+    with contextlib.suppress(OSError):
+        channel.send(failed)
 
 
 def serve(channel: Channel, config: EngineConfig) -> None:

@@ -279,22 +279,28 @@ def test_a_rank_killed_while_it_loads_ends_the_start(started: Any, monkeypatch: 
     assert all_gone(made)
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, None])
-def test_neither_ctrl_c_nor_a_death_while_ranks_start_leaves_anything_behind(
-    error: type[BaseException] | None, started: Any, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("when", ["told", "before it is told"])
+def test_a_rank_that_dies_while_it_starts_ends_the_start(when: str, started: Any, tmp_path: Path) -> None:
     def strike(process: Process) -> None:
-        if error is None:
-            process.process.kill()
-        else:
-
-            def interrupted(timeout: float | None) -> Any:
-                raise error
-
-            process.channel.receive = interrupted  # type: ignore[method-assign]
+        process.process.kill()
+        if when == "before it is told":
+            process.process.wait()  # so that nobody is there to read what it is told
 
     made = started(strike)
-    with pytest.raises(error or LlmxError, match=None if error else "rank 1 ended by signal 9"):
+    with pytest.raises(LlmxError, match="rank 1 ended by signal 9"):
+        Core.load(config_of(folder_of(tmp_path / "model")))
+    assert all_gone(made)
+
+
+def test_ctrl_c_while_ranks_start_leaves_nothing_behind(started: Any, tmp_path: Path) -> None:
+    def strike(process: Process) -> None:
+        def interrupted(timeout: float | None) -> Any:
+            raise KeyboardInterrupt
+
+        process.channel.receive = interrupted  # type: ignore[method-assign]
+
+    made = started(strike)
+    with pytest.raises(KeyboardInterrupt):
         Core.load(config_of(folder_of(tmp_path / "model")))
     assert all_gone(made)
 
