@@ -73,7 +73,8 @@ class SamplingParams:
 class Request:
     """One prompt for the engine core: token ids, parameters whose `max_tokens` and `seed` are settled, end-of-text ids.
 
-    `salt` is hashed in front of the prompt: requests with different salts share no cached block.
+    `salt` is hashed in front of the prompt: requests with different salts share no cached block. `score_from`: the
+    engine hands out the logits of the prompt's positions from this one on; it needs them computed: no prefix cache.
     """
 
     id: str
@@ -82,6 +83,7 @@ class Request:
     eos: frozenset[int] = frozenset()
     salt: bytes = b""
     priority: int = 0
+    score_from: int | None = None
 
     @cached_property
     def stops(self) -> frozenset[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,6 +21,9 @@ from llmx.speculative.base import Drafter, Lent, NoDrafter
 from llmx.speculative.verify import Verdict, emit, points, verify
 
 PROMPT_ROWS = 256  # prompt positions whose logits are held at once
+SCORE_BYTES = 2**26  # of logits that are handed out at once
+
+Take = Callable[[Sequence, int, Tensor], None]  # (sequence, position of the first row, logits (rows, vocab) f32)
 
 
 @dataclass(frozen=True)
@@ -76,7 +80,8 @@ class Engine:
         )
         self.lent = Lent(model, self.cache, model.kernels)
         self.flight: Decided | None = None
-        self.computed_last = 0  # tokens of the last step that was launched
+        self.computed_last = 0  # tokens of the last launch, if it launched anything
+        self.take: Take | None = None  # who gets the logits that requests' `score_from` ask for
 
     @torch.inference_mode()
     def step(self) -> list[Landed] | None:
@@ -95,6 +100,7 @@ class Engine:
     def launch(self, before: Decided | None = None) -> Launched | None:
         """Counts and blocks on the host, the rest tensors: nothing here waits for the tokens of the step before."""
         rows, copies = self.scheduler.schedule()
+        self.computed_last = 0
         if not rows:
             return None
         self.cache.copy(copies)
@@ -108,6 +114,7 @@ class Engine:
     def decide(self, step: Launched) -> Decided:
         """Drafter first (it reads the taps of the step before), then KV and taps: so hashes come after both."""
         rows, drafts, batch = step.rows, step.drafts, step.batch
+        hand_out(self.model, rows, batch, step.hidden, self.take)
         logits = self.model.head(step.hidden[batch.sample])
         draws = draw(logits, points(rows, drafts, batch), self.model.kernels) if len(batch.sample) else _none(logits)
         draws = replace(draws, tokens=self.model.group.agree(draws.tokens))  # of several ranks rank 0 has the say
@@ -142,6 +149,22 @@ def follow(tips: Tips, before: Decided | None) -> Tips:
     at, source = torch.tensor([late, came], device=tips.device)
     start = tips.start.index_copy(0, at, before.verdict.start[source])
     return replace(tips, start=start, last=tips.last.index_copy(0, at, before.verdict.last[source]))
+
+
+def hand_out(model: Any, rows: list[Row], batch: Batch, hidden: Tensor, take: Take | None) -> None:
+    """Logits of prompt positions, a bounded piece at a time. Of several ranks all compute them, and one takes them."""
+    at = 0
+    for row, length in zip(rows, batch.lengths, strict=True):
+        request = row.sequence.request
+        if request.score_from is not None:
+            first, end = max(request.score_from, row.start), min(row.start + row.count, len(request.prompt))
+            piece = max(4, SCORE_BYTES // (4 * model.config.vocab))
+            for start in range(first, end, piece):
+                stop = min(start + piece, end)
+                logits = model.head(hidden[at + start - row.start : at + stop - row.start])
+                if take is not None:
+                    take(row.sequence, start, logits)
+        at += length
 
 
 def score_prompts(model: Any, rows: list[Row], batch: Batch, hidden: Tensor) -> list[dict[int, Logprob]]:

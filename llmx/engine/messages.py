@@ -164,9 +164,9 @@ def _message(body: dict[str, Any]) -> Message:
 
 def _request(body: dict[str, Any]) -> Request:
     params = SamplingParams(**{k: _frozen(v) for k, v in body["params"].items()})
-    return Request(
-        body["id"], tuple(body["prompt"]), params, frozenset(body["eos"]), bytes.fromhex(body["salt"]), body["priority"]
-    )
+    salt, priority = bytes.fromhex(body["salt"]), body["priority"]
+    eos, score_from = frozenset(body["eos"]), body["score_from"]
+    return Request(body["id"], tuple(body["prompt"]), params, eos, salt, priority, score_from)
 
 
 def _logprob(body: dict[str, Any]) -> Logprob:
