@@ -91,6 +91,9 @@ class EngineInfo:
     load_seconds: float
 
 
+STEP_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+
+
 @dataclass(frozen=True)
 class Metrics:
     """Counters since the start (and three gauges: running, waiting, free_blocks)."""
@@ -113,3 +116,4 @@ class Metrics:
     slots_held: int = 0  # sum over steps of token slots held in the largest KV group
     slots_live: int = 0  # and of tokens that live in them
     step_seconds: float = 0.0
+    step_sizes: tuple[int, ...] = (0,) * (len(STEP_BOUNDS) + 1)  # steps that computed at most so many tokens, or more

@@ -372,6 +372,10 @@ class LLM:
                 self._pump.join(5.0)
             self._client.close()
 
+    def kill(self) -> None:
+        """Let the engine's process, if it has one, end this moment; for whoever is about to end the same way."""
+        self._client.kill()
+
     def __enter__(self) -> LLM:
         return self
 

@@ -54,6 +54,39 @@ def serve(
         list[str] | None,
         typer.Option("--allowed-origins", help="Web page that may use this; repeatable.", rich_help_panel=_SERVER),
     ] = None,
+    allowed_hosts: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--allowed-hosts",
+            help="Name by which clients may call this, as in the header Host; repeatable; *: any. Default: on loopback "
+            "its own names, elsewhere any.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = None,
+    share_prefix_cache: Annotated[
+        bool,
+        typer.Option(
+            "--share-prefix-cache",
+            help="Also between holders of different keys, who can then tell from the time what others have asked.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = False,
+    queue_timeout: Annotated[
+        float | None,
+        typer.Option(
+            "--queue-timeout",
+            help="Seconds that a request may wait for its turn; then it gets 503. Default: for ever.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = None,
+    request_timeout: Annotated[
+        float | None,
+        typer.Option(
+            "--request-timeout",
+            help="Seconds that a request may take in all; then it gets 504. Default: for ever.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = None,
     max_num_queued_reqs: Annotated[
         int | None,
         typer.Option(
@@ -124,6 +157,10 @@ def serve(
         origins=tuple(allowed_origins or ()),
         queued_requests=max_num_queued_reqs,
         queued_tokens=max_num_queued_tokens,
+        queue_seconds=queue_timeout,
+        request_seconds=request_timeout,
+        allowed_hosts=tuple(allowed_hosts or ()),
+        share_cache=share_prefix_cache,
     )
     sampling = Defaults(generation_config, override_generation_config)
     name, _ = o.choose_model(model)
@@ -143,15 +180,17 @@ def serve(
         seed=seed,
     )
     from llmx.server.listen import bind
+    from llmx.server.opening import opening
 
     # Until the server has its own handler, being terminated still has to unwind: the engine's process must go too.
     signal.signal(signal.SIGTERM, _terminated)
     with bind(settings.host, settings.port) as listener:
-        settings = replace(settings, defaults=sampling.of(ready(name)))
-        from llmx.llm import LLM
-        from llmx.server.run import serve
+        with opening(listener):
+            settings = replace(settings, defaults=sampling.of(ready(name)))
+            from llmx.llm import LLM
+            from llmx.server.run import serve
 
-        with progress(f"loading {name}") as tell:
-            llm = LLM(name, config=config, spawn=True, progress=tell, chat_template=chat_template)
+            with progress(f"loading {name}") as tell:
+                llm = LLM(name, config=config, spawn=True, progress=tell, chat_template=chat_template)
         with llm:
             raise typer.Exit(serve(llm, settings, listener))

@@ -16,6 +16,8 @@ from llmx.engine.messages import Message, decode, encode
 
 HEADER = struct.Struct("<I")
 LARGEST = 2**28  # bytes of one message
+END_SECONDS = 0.5  # for a process to end
+PR_SET_PDEATHSIG = 1  # of Linux' prctl
 
 
 class Channel:
@@ -72,6 +74,19 @@ def end_with(end: socket.socket) -> None:
     threading.Thread(target=wait, name="llmx-other-end", daemon=True).start()
 
 
+def end_with_parent(parent: int) -> None:
+    """Let the kernel kill this process when `parent` ends, even one that is stopped and so can't notice it itself.
+
+    Linux only; elsewhere nothing happens, and `end_with` has to do.
+    """
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it ended before the kernel was told
+            os._exit(0)
+
+
 class Process:
     """Another process of this engine and the channel to it. It ends when this end closes, also if we are killed."""
 
@@ -79,6 +94,9 @@ class Process:
         mine, theirs = socket.socketpair()
         with theirs:
             command = [sys.executable, "-m", "llmx.engine.worker", str(theirs.fileno())]
+            if threading.current_thread() is threading.main_thread():
+                # What the kernel watches is the thread that started it, and other threads may end before we do.
+                command.append(str(os.getpid()))
             environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
             # A session of its own: Ctrl-C is for the front, which tells the others what to do.
             self.process = subprocess.Popen(
@@ -106,13 +124,15 @@ class Process:
             self.channel.socket.close()
 
     def close(self) -> None:
-        """Hang up; if that does not end it, make it."""
+        """Hang up, which ends it in a moment. If it does not, it is stopped or stuck, and no signal but one helps."""
         self.hang_up()
-        for number in (None, signal.SIGTERM, signal.SIGKILL):
-            if number is not None:
-                self.process.send_signal(number)
-            try:
-                self.process.wait(3.0)
-                return
-            except subprocess.TimeoutExpired:
-                continue
+        try:
+            self.process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.kill()
+
+    def kill(self) -> None:
+        """End it now, whatever it does."""
+        self.process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # the kernel may still be busy with its memory
+            self.process.wait(END_SECONDS)

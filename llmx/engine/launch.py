@@ -32,6 +32,10 @@ class Client(Protocol):
 
     def close(self) -> None: ...
 
+    def kill(self) -> None:
+        """End a core of its own process now, whatever it is in the middle of."""
+        ...
+
 
 class InProcess:
     """The core in this process; it steps inside `receive`."""
@@ -60,6 +64,9 @@ class InProcess:
 
     def close(self) -> None:
         self.core.close()
+
+    def kill(self) -> None:
+        """It ends with this process."""
 
 
 class Spawned:
@@ -111,3 +118,6 @@ class Spawned:
     def close(self) -> None:
         self._outbox.put(None)
         self._core.close()
+
+    def kill(self) -> None:
+        self._core.kill()

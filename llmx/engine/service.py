@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterable
 
-from llmx.config import EngineConfig, EngineInfo, Metrics
+from llmx.config import STEP_BOUNDS, EngineConfig, EngineInfo, Metrics
 from llmx.core import Landed, Sequence
 from llmx.engine.build import build_engine
 from llmx.engine.engine import Engine
@@ -22,10 +23,12 @@ class Core:
         self.engine, self.info, self.followers = engine, info, followers
         self._untold: list[Message] = []  # what the other ranks have not heard of yet
         self.requests: dict[str, list[Sequence]] = {}
+        self._unstarted: set[str] = set()  # requests of which nothing has landed yet
         self._totals: dict[str, int] = dict.fromkeys(
             ("steps", "most_running", "prompt_tokens", "cached_tokens", "computed_tokens", "generated_tokens"), 0
         ) | dict.fromkeys(("finished", "aborted", "slots_held", "slots_live", "drafted_tokens", "accepted_tokens"), 0)
         self._seconds = 0.0
+        self._sizes = [0] * (len(STEP_BOUNDS) + 1)
 
     @classmethod
     def load(cls, config: EngineConfig, progress: Callable[[int, int], None] | None = None) -> Core:
@@ -62,6 +65,7 @@ class Core:
                 try:
                     assert request.id not in self.requests, "request ids are unique while they run"
                     self.requests[request.id] = self.engine.scheduler.add(request)
+                    self._unstarted.add(request.id)
                 except RequestError as error:
                     return [Refused(request.id, error.message, error.param, error.code, error.status)]
                 self._tell(message)
@@ -94,7 +98,7 @@ class Core:
             return []
         self._count(landed)
         told: list[Message] = []
-        told += [self._told(item) for item in landed if item.tokens or item.prompt_logprobs or item.sequence.finish]
+        told += [self._told(item) for item in landed if self._is_news(item)]
         for id in {item.sequence.request.id for item in landed if item.sequence.finish}:
             self._forget(id)  # after all were told: several choices of a request may finish in one step
         return told
@@ -128,8 +132,17 @@ class Core:
             total_blocks=pool.count - 1,
             preemptions=scheduler.preemptions,
             step_seconds=self._seconds,
+            step_sizes=tuple(self._sizes),
             **self._totals,
         )
+
+    def _is_news(self, item: Landed) -> bool:
+        """The first part of a prompt is too, though no token comes of it: the request has left the queue."""
+        id = item.sequence.request.id
+        if id in self._unstarted:
+            self._unstarted.remove(id)
+            return True
+        return bool(item.tokens or item.prompt_logprobs or item.sequence.finish)
 
     def _told(self, item: Landed) -> Tokens:
         sequence = item.sequence
@@ -158,6 +171,7 @@ class Core:
 
     def _forget(self, id: str) -> None:
         if id in self.requests and all(s.finish for s in self.requests[id]):
+            self._unstarted.discard(id)
             for sequence in self.requests.pop(id):
                 self._totals["drafted_tokens"] += sequence.drafted
                 self._totals["accepted_tokens"] += sequence.accepted
@@ -174,6 +188,8 @@ class Core:
                 totals["prompt_tokens"] += sequence.prompt_len
                 totals["cached_tokens"] += sequence.cached
         totals["computed_tokens"] += self.engine.computed_last
+        if self.engine.computed_last:  # with overlap there are steps that only land what the one before launched
+            self._sizes[bisect_left(STEP_BOUNDS, self.engine.computed_last)] += 1
         held = scheduler.blocks.pools[0].held * scheduler.blocks.size
         totals["slots_held"] += held
         totals["slots_live"] += held - sum(scheduler.blocks.waste(s) for s in scheduler.running)

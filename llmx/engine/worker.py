@@ -12,7 +12,7 @@ import time
 from typing import TYPE_CHECKING
 
 from llmx.config import EngineConfig
-from llmx.engine.channel import Channel, end_with
+from llmx.engine.channel import Channel, end_with, end_with_parent
 from llmx.engine.messages import Failed, Follow, Present, Progress, Ready, Start, Step
 from llmx.errors import LlmxError
 
@@ -104,4 +104,6 @@ def follow(channel: Channel, config: EngineConfig, rank: int, port: int) -> None
 
 
 if __name__ == "__main__":
+    if sys.argv[2:]:
+        end_with_parent(int(sys.argv[2]))
     main(Channel(socket.socket(fileno=int(sys.argv[1]))))

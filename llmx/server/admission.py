@@ -40,12 +40,22 @@ class Admission:
 
     def check(self) -> None:
         """Overloaded if a request that came now would be turned away."""
-        if self.draining:
-            raise Overloaded("The server is shutting down.", "shutting_down", 503, DRAINED_WAIT)
+        self.check_draining()
         if self.texts >= self.seats + self.most_waiting:
             raise self.full(f"{self.texts - self.seats} texts are waiting already")
         if self.tokens >= self.most_tokens:
             raise self.full(f"prompts of {self.tokens} tokens are waiting already")
+
+    def check_draining(self) -> None:
+        """Overloaded if the server was told to stop."""
+        if self.draining:
+            raise Overloaded("The server is shutting down.", "shutting_down", 503, DRAINED_WAIT)
+
+    def waited(self, seconds: float) -> Overloaded:
+        """What a request gets that has waited so long."""
+        return Overloaded(
+            f"The request waited over {seconds:g} s for its turn.", "queue_timeout", 503, self.retry_after()
+        )
 
     def full(self, why: str) -> Overloaded:
         return Overloaded(f"The queue is full: {why}.", "queue_full", 429, self.retry_after())

@@ -10,7 +10,6 @@ from pydantic import BaseModel
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from llmx import __version__
-from llmx.errors import LlmxError
 from llmx.server.chat import ChatRequest, chat
 from llmx.server.completions import CompletionRequest, completions
 from llmx.server.errors import install
@@ -90,15 +89,15 @@ def _add_state(app: FastAPI, service: Service) -> None:
 
     @app.get("/health")
     async def health_route() -> Response:
-        if reason := service.failed:
-            raise LlmxError(reason)
+        service.check_up()
         return JSONResponse({"status": "ok"})
 
     @app.get("/ready")
-    async def ready_route() -> Response:
-        if reason := service.failed:
-            raise LlmxError(reason)
+    async def ready_route(deep: bool = False) -> Response:
+        service.check_up()
         service.admission.check()
+        if deep:
+            await service.probe()
         return JSONResponse({"status": "ready"})
 
 

@@ -6,6 +6,7 @@ import logging
 from typing import Any
 
 from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -13,6 +14,7 @@ from starlette.responses import Response
 
 from llmx.errors import LlmxError, RequestError, UsageError
 from llmx.server.admission import Overloaded
+from llmx.server.generation import ClientGone
 
 log = logging.getLogger("llmx.server")
 
@@ -49,6 +51,8 @@ def refusal(error: Exception) -> Response:
         headers["Retry-After"] = str(error.retry_after if isinstance(error, Overloaded) else RETRY_AFTER)
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
+    if status == 504:
+        headers["X-Should-Retry"] = "false"  # OpenAI's clients would, though it would take as long again
     if status in (408, 503):
         headers["Connection"] = "close"
     return JSONResponse(body, status, headers)
@@ -72,7 +76,14 @@ def install(app: FastAPI) -> None:
     async def gone(request: Request, error: Exception) -> Response:
         return Response(status_code=499)  # nobody reads it
 
+    async def invalid(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        name = str(error.errors()[0]["loc"][-1])[:100]
+        return refusal(RequestError(f"{name} is not what this route takes.", param=name))
+
     app.add_exception_handler(LlmxError, known)
+    app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(ClientGone, gone)
     app.add_exception_handler(HTTPException, http)
     app.add_exception_handler(ClientDisconnect, gone)
     app.add_exception_handler(Exception, known)  # Starlette raises it again afterwards, for the log

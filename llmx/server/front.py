@@ -1,4 +1,4 @@
-"""What every request passes first: its id, its size, its key, its place in the queue; and its line in the log."""
+"""What every request passes first: id, size, host, key, a place in the queue; and its line in the log."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from llmx.errors import RequestError
 from llmx.server import keys
 from llmx.server.admission import Admission, Overloaded
 from llmx.server.errors import refusal
+from llmx.server.hosts import Hosts
 from llmx.server.protocol import HEAD_BYTES, HEAD_TOO_LARGE, MOST_HEADERS
-from llmx.server.service import PLACE, Service
+from llmx.server.service import KEY, PLACE, Service
 
 access = logging.getLogger("llmx.access")
 
@@ -26,8 +27,9 @@ GIVEN_ID = re.compile(r"[!-~]{1,128}")
 class Front:
     """ASGI middleware. It refuses before anything of the body is read, so a full server says so at once."""
 
-    def __init__(self, app: ASGIApp, service: Service) -> None:
+    def __init__(self, app: ASGIApp, service: Service, address: str) -> None:
         self.app, self.service = app, service
+        self.hosts = Hosts(service.settings.host, address, service.settings.allowed_hosts)
         self.queues: dict[str, Admission] = {
             "/v1/chat/completions": service.admission,
             "/v1/completions": service.admission,
@@ -66,7 +68,8 @@ class Front:
         path = scope["path"]
         try:
             check_size(scope)
-            keys.check(self.service.settings.keys, path, headers)
+            self.hosts.check(headers.get("host"))
+            key = keys.check(self.service.settings.keys, path, headers)
             queue = self.queues.get(path) if scope["method"] == "POST" else None
             place = queue.enter() if queue is not None else None
         except RequestError as error:
@@ -78,7 +81,7 @@ class Front:
             await self.app(scope, receive, send)
             return
         with place:
-            scope[PLACE] = place
+            scope[PLACE], scope[KEY] = place, key
             await self.app(scope, receive, send)
 
 

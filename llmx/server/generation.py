@@ -25,7 +25,7 @@ class ClientGone(Exception):
 
 
 class Generation:
-    """A context manager: while it is open it is in `live`; when it is left, whatever still runs is aborted."""
+    """A context manager: from `begin` on it is in `live`; when it is left, whatever still runs is aborted."""
 
     def __init__(
         self,
@@ -48,7 +48,10 @@ class Generation:
         self.streams: list[Stream] = []
         self._place, self._live = place, live
         self._queue: asyncio.Queue[tuple[int, Delta] | Exception | None] = asyncio.Queue()
-        opened = time.monotonic()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._moved = asyncio.Event()  # it has left the engine's queue, or failed
+        self._failure: Exception | None = None
+        self.opened = time.monotonic()
         try:
             for at, prompt in enumerate(prompts):
                 self.streams.append(llm.open(prompt, params, id=f"{id}-{at}", salt=salt))
@@ -56,20 +59,44 @@ class Generation:
             for stream in self.streams:
                 stream.abort()
             raise
-        self._watches = [Watch(traffic, stream, opened, not prompt_only) for stream in self.streams]
+        self._watches = [Watch(traffic, stream, self.opened, not prompt_only) for stream in self.streams]
+
+    def begin(self) -> None:
+        """Lets what the engine says come in. From the event loop."""
+        self._live.add(self)
+        self._tasks = [asyncio.create_task(self._pump(at, stream)) for at, stream in enumerate(self.streams)]
 
     def __enter__(self) -> Generation:
-        self._live.add(self)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._live.discard(self)
         self._end("abort")
+        for task in self._tasks:
+            task.cancel()
+
+    @property
+    def waiting(self) -> bool:
+        """Whether the engine has not begun with any of it."""
+        if not self._moved.is_set() and any(stream.started for stream in self.streams):
+            self._moved.set()
+        return not self._moved.is_set()
+
+    async def left_queue(self) -> None:
+        """Until the engine has begun with it. Raises LlmxError if it failed before that."""
+        await self._moved.wait()
+        if self._failure is not None:
+            raise self._failure
 
     def fail(self, error: LlmxError) -> None:
         """Ends it from outside: whoever reads it gets `error`."""
         self._end("error")
+        self._broke(error)
+
+    def _broke(self, error: Exception) -> None:
+        self._failure = self._failure or error
         self._queue.put_nowait(error)
+        self._moved.set()
 
     def _end(self, reason: str) -> None:
         for stream, watch in zip(self.streams, self._watches, strict=True):
@@ -78,23 +105,17 @@ class Generation:
 
     async def deltas(self) -> AsyncGenerator[tuple[int, Delta], None]:
         """(choice, delta) as they come; the choices of prompt p are p * n … p * n + n - 1. Raises LlmxError."""
-        tasks = [asyncio.create_task(self._pump(at, stream)) for at, stream in enumerate(self.streams)]
-        running = len(tasks)
-        try:
-            while running:
-                item = await self._queue.get()
-                if isinstance(item, Exception):
-                    raise item
-                if item is None:
-                    running -= 1
-                else:
-                    at, delta = item
-                    self.completion_tokens += 0 if self.prompt_only else len(delta.token_ids)
-                    yield at * self.n + delta.index, delta
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        running = len(self.streams)
+        while running:
+            item = await self._queue.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                running -= 1
+            else:
+                at, delta = item
+                self.completion_tokens += 0 if self.prompt_only else len(delta.token_ids)
+                yield at * self.n + delta.index, delta
 
     async def _pump(self, at: int, stream: Stream) -> None:
         """As fast as the engine goes, however slowly the client reads: what has ended makes room for others."""
@@ -103,6 +124,7 @@ class Generation:
             async for delta in stream:
                 if not watch.began:
                     self._place.begun(len(stream.prompt_token_ids))
+                    self._moved.set()
                 watch.saw(delta)
                 if delta.finish_reason:
                     self._place.ended()
@@ -110,7 +132,7 @@ class Generation:
             self._queue.put_nowait(None)
         except Exception as error:
             watch.close("error")
-            self._queue.put_nowait(error)
+            self._broke(error)
 
     def usage(self) -> dict[str, Any]:
         """OpenAI's usage object; each prompt counts once, however many choices it has."""

@@ -15,12 +15,14 @@ HEAD_BYTES = 64 * 1024  # h11 bounds what it waits to see the end of; the front 
 MOST_HEADERS = 100
 HEAD_TOO_LARGE = f"The request has over {MOST_HEADERS} headers, or over {HEAD_BYTES} bytes of them."
 HEAD_SECONDS = 60.0
+WRITE_SECONDS = 60.0  # in which a client must take something of what waits for it
 
 
 class Protocol(H11Protocol):
     """One connection. Not httptools: it has no bound on the size of headers."""
 
     _head: asyncio.TimerHandle | None = None
+    _stalled: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -33,7 +35,33 @@ class Protocol(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         if self._head is not None:
             self._head.cancel()
+        self._stop_watch()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """The client is behind by more than the buffers hold."""
+        super().pause_writing()
+        self._stop_watch()
+        self._watch_writing(self.transport.get_write_buffer_size())
+
+    def resume_writing(self) -> None:
+        self._stop_watch()
+        super().resume_writing()
+
+    def _watch_writing(self, behind: int) -> None:
+        self._stalled = self.loop.call_later(WRITE_SECONDS, self._check_writing, behind)
+
+    def _check_writing(self, behind: int) -> None:
+        """A client that reads nothing any more, stopped or gone without a word, would keep its request for ever."""
+        now = self.transport.get_write_buffer_size()
+        if now < behind:
+            self._watch_writing(now)
+        else:
+            self.transport.abort()
+
+    def _stop_watch(self) -> None:
+        if self._stalled is not None:
+            self._stalled.cancel()
 
     def _wait_for_head(self) -> None:
         """uvicorn's own timer stops at the first byte; a client may send one a minute."""

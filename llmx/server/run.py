@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
+import os
 import signal
 import socket
 import sys
@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import uvicorn
 from starlette.middleware.cors import CORSMiddleware
@@ -22,7 +22,7 @@ from llmx.errors import LlmxError
 from llmx.server.app import build_app
 from llmx.server.banner import start_lines
 from llmx.server.front import Front
-from llmx.server.protocol import HEAD_BYTES, Protocol
+from llmx.server.http import configuration
 from llmx.server.service import Service
 from llmx.server.settings import ServerSettings
 
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from llmx.llm import LLM
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-WATCH_SECONDS = 0.25  # how soon a dead engine is seen, and that nothing runs any more
-GRACE_SECONDS = 5  # for streams that were told to end to say so
+WATCH_SECONDS = 0.25  # how soon a dead engine is seen, a request that took too long, and that nothing runs any more
+EXIT_INTERRUPTED = 130
 
 
 class Server(uvicorn.Server):
@@ -63,8 +63,9 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.stopped_by is not None:
-            logging.disable()  # what follows cuts every request off; uvicorn would log each as a failure
-            raise KeyboardInterrupt
+            # Unwinding would wait for threads: one tokenizes, another waits for an engine that may never answer.
+            self.service.llm.kill()
+            os._exit(EXIT_INTERRUPTED)
         self.stopped_by = sig
         self.service.admission.draining = True
 
@@ -85,12 +86,14 @@ class Server(uvicorn.Server):
         while not self.service.admission.draining:
             if self._engine_is_gone():
                 return
+            self.service.expire()
             await asyncio.sleep(WATCH_SECONDS)
         seconds = self.service.settings.drain_seconds
         if running := len(self.service.live):
             say(f"Stopping: up to {seconds:g} s for {running} running request(s); Ctrl-C again stops at once.")
         deadline = time.monotonic() + seconds
         while self.service.busy and time.monotonic() < deadline and not self._engine_is_gone():
+            self.service.expire()
             await asyncio.sleep(WATCH_SECONDS)
         self.should_exit = True
 
@@ -114,7 +117,7 @@ def make_server(llm: LLM, settings: ServerSettings, listener: socket.socket) -> 
     """The server for `llm` on `listener`; `.run(sockets=[listener])` serves until it is told to stop."""
     app = build_app(llm, settings)
     service: Service = app.state.service
-    outer: ASGIApp = Front(app, service)
+    outer: ASGIApp = Front(app, service, listener.getsockname()[0])
     if settings.origins:
         outer = CORSMiddleware(
             outer,
@@ -123,21 +126,7 @@ def make_server(llm: LLM, settings: ServerSettings, listener: socket.socket) -> 
             allow_headers=("*",),
             expose_headers=("X-Request-Id", "Retry-After"),
         )
-    config = uvicorn.Config(
-        outer,
-        loop="asyncio",
-        http=Protocol,
-        h11_max_incomplete_event_size=HEAD_BYTES,
-        lifespan="off",
-        ws="none",
-        log_config=_logging(),
-        access_log=False,
-        proxy_headers=False,
-        server_header=False,
-        timeout_keep_alive=60,
-        timeout_graceful_shutdown=GRACE_SECONDS,
-    )
-    return Server(service, config, listener)
+    return Server(service, configuration(outer), listener)
 
 
 def serve(llm: LLM, settings: ServerSettings, listener: socket.socket) -> int:
@@ -146,25 +135,4 @@ def serve(llm: LLM, settings: ServerSettings, listener: socket.socket) -> int:
     server.run(sockets=[listener])
     if server.engine_failed:
         raise LlmxError(server.engine_failed)
-    return 130 if server.stopped_by == signal.SIGINT else 0
-
-
-def _logging() -> dict[str, Any]:
-    """Everything to stderr; requests only where asked for. uvicorn's own news (started, stopping) is ours to tell."""
-    return {
-        "version": 1,
-        "disable_existing_loggers": False,
-        "formatters": {
-            "talk": {"format": "%(levelname)s: %(message)s"},
-            "access": {"format": "%(asctime)s %(message)s"},
-        },
-        "handlers": {
-            "talk": {"class": "logging.StreamHandler", "formatter": "talk", "stream": "ext://sys.stderr"},
-            "access": {"class": "logging.StreamHandler", "formatter": "access", "stream": "ext://sys.stderr"},
-        },
-        "loggers": {
-            "llmx.server": {"handlers": ["talk"], "level": "WARNING", "propagate": False},
-            "uvicorn": {"handlers": ["talk"], "level": "WARNING", "propagate": False},
-            "llmx.access": {"handlers": ["access"], "level": "INFO", "propagate": False},
-        },
-    }
+    return EXIT_INTERRUPTED if server.stopped_by == signal.SIGINT else 0

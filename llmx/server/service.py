@@ -16,8 +16,9 @@ from starlette.requests import Request
 from llmx.config import Metrics
 from llmx.core import SamplingParams
 from llmx.errors import LlmxError, RequestError
-from llmx.server.admission import Admission, Place
-from llmx.server.generation import Generation
+from llmx.server.admission import Admission, Overloaded, Place
+from llmx.server.generation import Generation, unless_gone
+from llmx.server.keys import Key
 from llmx.server.sampling import SamplingFields
 from llmx.server.settings import ServerSettings
 from llmx.server.traffic import Traffic
@@ -26,11 +27,13 @@ if TYPE_CHECKING:
     from llmx.llm import LLM
 
 log = logging.getLogger("llmx.server")
-PLACE = "llmx.place"  # where the request's place is in the ASGI scope
+PLACE, KEY = "llmx.place", "llmx.key"  # where the request's place and key are in the ASGI scope
 QUEUE_PER_SEAT, LEAST_QUEUE = 4, 64  # texts that may wait, by default, per text that runs
 CACHES_QUEUED = 4  # and how many KV caches their prompts may fill
 DESK, MOST_TOKENS = 64, 2**62  # tokenizing at once
 MEASURE_SECONDS = 2.0
+PROBE, PROBE_PARAMS = (0,), SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+PROBE_SECONDS, PROBE_POLL = 10.0, 0.05
 FREE_CHARACTERS = 64 * 1024
 MOST_CHOICES = 1024  # prompts x n of one request
 MOST_NOTED = 256  # unknown fields that are remembered as logged
@@ -62,6 +65,7 @@ class Service:
         self.traffic = Traffic(self.model, info, llm.config.prefix_caching)
         self._measuring: asyncio.Task[Metrics] | None = None
         self._measured: Metrics | None = None
+        self._probing: asyncio.Task[None] | None = None
         self._noted: set[str] = set()
 
     @property
@@ -72,6 +76,12 @@ class Service:
     def failed(self) -> str | None:
         """Why no request can run any more, or None."""
         return self.llm.failed or (None if self.llm.alive() else "The engine has stopped.")
+
+    def check_up(self) -> None:
+        """LlmxError if the engine has failed, Overloaded once the server was told to stop."""
+        if reason := self.failed:
+            raise LlmxError(reason)
+        self.admission.check_draining()
 
     @property
     def busy(self) -> bool:
@@ -131,7 +141,10 @@ class Service:
         *,
         prompt_only: bool = False,
     ) -> Generation:
-        """Starts a request; `kind` begins its id. RequestError where it can't run, LlmxError where nothing can."""
+        """Starts a request; `kind` begins its id. RequestError where it can't run, LlmxError where nothing can.
+
+        With a time-out for the queue it returns when the request has left it, so that a stream too can be refused.
+        """
         count = len(prompts) * params.n
         if count > MOST_CHOICES:
             raise RequestError(
@@ -140,19 +153,78 @@ class Service:
         if reason := self.failed:
             raise LlmxError(reason)
         place: Place = request.scope[PLACE]
-        place.grow(count, sum(map(len, prompts)))
-        return await asyncio.to_thread(  # long prompts take a while to look through
+        try:
+            place.grow(count, sum(map(len, prompts)))
+        except Overloaded as error:
+            self.traffic.rejected.add(code=str(error.code))
+            raise
+        generation = await asyncio.to_thread(  # long prompts take a while to look through
             Generation,
             self.llm,
             prompts,
             params,
             id=f"{kind}-{uuid.uuid4().hex}",
-            salt=salt,
+            salt=self._salt(request.scope[KEY]) + salt,
             prompt_only=prompt_only,
             place=place,
             traffic=self.traffic,
             live=self.live,
         )
+        generation.begin()
+        if self.settings.queue_seconds is not None:
+            try:
+                await unless_gone(request.receive, generation.left_queue())
+            except BaseException:
+                generation.__exit__()
+                raise
+        return generation
+
+    def _salt(self, key: Key | None) -> bytes:
+        """What keeps the holders of different keys apart in the prefix cache."""
+        apart = len({one.digest for one in self.settings.keys}) > 1 and not self.settings.share_cache
+        return key.salt if key is not None and apart else b""
+
+    def expire(self) -> None:
+        """Ends the requests that have waited, or run, for longer than they may."""
+        now, waits, runs = time.monotonic(), self.settings.queue_seconds, self.settings.request_seconds
+        for generation in tuple(self.live):
+            took = now - generation.opened
+            if waits is not None and generation.waiting and took > waits:
+                self.traffic.rejected.add(code="queue_timeout")
+                generation.fail(self.admission.waited(waits))
+            elif runs is not None and took > runs:
+                said = f"The request took over {runs:g} s, the most that this server allows."
+                generation.fail(RequestError(said, status=504, code="request_timeout"))
+
+    async def probe(self) -> None:
+        """Returns once the engine has given a token: to a request made for that, or to any other in the meantime.
+        LlmxError if there is none for `PROBE_SECONDS`. However many ask, one request is made."""
+        if self._probing is None:
+            self._probing = asyncio.create_task(self._probe())
+        asked = self._probing
+        try:
+            await asyncio.shield(asked)
+        finally:
+            if asked.done() and self._probing is asked:
+                self._probing = None
+
+    async def _probe(self) -> None:
+        before = self.traffic.deltas
+        # A salt of its own: nothing is taken from the prefix cache, and nothing left there.
+        stream = self.llm.open(PROBE, PROBE_PARAMS, id=f"probe-{uuid.uuid4().hex}", salt=uuid.uuid4().bytes)
+        token = asyncio.ensure_future(anext(aiter(stream)))
+        deadline = time.monotonic() + PROBE_SECONDS
+        try:
+            while not token.done() and self.traffic.deltas == before:
+                if time.monotonic() > deadline:
+                    raise LlmxError(f"The engine has given no token for {PROBE_SECONDS:g} s.")
+                await asyncio.wait((token,), timeout=PROBE_POLL)
+            if token.done():
+                token.result()
+        finally:
+            stream.abort()
+            token.cancel()
+            await asyncio.gather(token, return_exceptions=True)
 
     async def measure(self) -> Metrics | None:
         """The engine's counters, at most one question at a time; the last known where it is too busy to answer."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llmx.errors import UsageError
+from llmx.server.hosts import ANY, hostname
 from llmx.server.keys import Key
 
 ORIGIN = re.compile(r"\*|https?://[A-Za-z0-9.-]+(:\d{1,5})?|https?://\[[0-9a-fA-F:]+\](:\d{1,5})?")
@@ -21,6 +22,9 @@ class ServerSettings:
     keys: who may ask; empty: anyone. origins: web pages that may (CORS); "*": any. queued_requests: texts that may wait
     for a free sequence; queued_tokens: tokens of prompts that may wait; None: by the engine's size. defaults:
     SamplingParams that stand for what a request leaves out. keep_alive_seconds: between comments in a silent stream.
+    queue_seconds: how long a request may wait for its first step; request_seconds: and how long it may take in all;
+    None: for ever. allowed_hosts: names by which clients may call the server (`hosts.Hosts`). share_cache: whether
+    requests with different keys may share cached prefixes.
     """
 
     host: str = "127.0.0.1"
@@ -35,6 +39,10 @@ class ServerSettings:
     queued_tokens: int | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)
     keep_alive_seconds: float = 10.0
+    queue_seconds: float | None = None
+    request_seconds: float | None = None
+    allowed_hosts: tuple[str, ...] = ()
+    share_cache: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -49,6 +57,15 @@ class ServerSettings:
         ):
             if value is not None and value < least:
                 raise UsageError(f"{flag} must be at least {least}, not {value}.")
+        for flag, seconds in (("--queue-timeout", self.queue_seconds), ("--request-timeout", self.request_seconds)):
+            if seconds is not None and not 0 < seconds <= 86400:
+                raise UsageError(f"{flag} must be above 0 and at most 86400 seconds, not {seconds:g}.")
+        for name in self.allowed_hosts:
+            if name != ANY and hostname(name) != name.lower():
+                raise UsageError(
+                    f"--allowed-hosts {name[:100]} is no host name.",
+                    hint="write a name or an address without a port, such as llm.example.org, or * for any",
+                )
         for origin in self.origins:
             if not ORIGIN.fullmatch(origin):
                 raise UsageError(

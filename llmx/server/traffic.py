@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from llmx.config import EngineInfo, Metrics
+from llmx.config import STEP_BOUNDS, EngineInfo, Metrics
 from llmx.core import Delta
 from llmx.server.prometheus import Counter, Family, Gauge, Histogram, exposition
 
@@ -29,6 +29,7 @@ class Traffic:
         self.labels = {"model_name": model, "engine": "0"}
         self.prefix_caching = prefix_caching
         tokens = _one_two_five(info.max_model_len)
+        self.deltas = 0  # pieces of text that came, of all requests
         self.prompt_tokens = Counter("llmx:prompt_tokens_total", "Prompt tokens of requests that got a first token.")
         self.generation_tokens = Counter("llmx:generation_tokens_total", "Tokens generated for requests.")
         self.queries = Counter("llmx:prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache.")
@@ -47,7 +48,16 @@ class Traffic:
         )
         self.decode = Histogram("llmx:request_decode_time_seconds", "From a text's first token to its end.", WHOLE)
         self.prompt_sizes = Histogram("llmx:request_prompt_tokens", "Tokens of a prompt.", tokens)
+        self.inference = Histogram("llmx:request_inference_time_seconds", "From a text's first step to its end.", WHOLE)
         self.text_sizes = Histogram("llmx:request_generation_tokens", "Tokens of a finished text.", tokens)
+        self.longest = Histogram(
+            "llmx:request_max_num_generation_tokens", "Tokens of the longest text of a prompt that has ended.", tokens
+        )
+        self.computed = Histogram(
+            "llmx:request_prefill_kv_computed_tokens", "Tokens of a prompt that were not in the prefix cache.", tokens
+        )
+        self.texts_asked = Histogram("llmx:request_params_n", "Texts asked for a prompt.", (1, 2, 5, 10, 20))
+        self.tokens_asked = Histogram("llmx:request_params_max_tokens", "The most tokens asked for a text.", tokens)
         for counter in (self.prompt_tokens, self.generation_tokens, self.queries, self.hits):
             counter.add(0)
         for reason in REASONS:
@@ -78,7 +88,13 @@ def _of_engine(metrics: Metrics | None) -> list[Family]:
     used.set((metrics.total_blocks - metrics.free_blocks) / max(1, metrics.total_blocks))
     preemptions = Counter("llmx:num_preemptions_total", "Sequences put back into the queue for want of KV blocks.")
     preemptions.add(metrics.preemptions)
-    return [running, waiting, used, preemptions]
+    sizes = Histogram("llmx:iteration_tokens_total", "Tokens that a step computed.", STEP_BOUNDS)
+    sizes.counts, sizes.sum = list(metrics.step_sizes), float(metrics.computed_tokens)
+    drafted = Counter("llmx:spec_decode_num_draft_tokens_total", "Drafted tokens that were verified, of ended texts.")
+    drafted.add(metrics.drafted_tokens)
+    accepted = Counter("llmx:spec_decode_num_accepted_tokens_total", "Of those, accepted.")
+    accepted.add(metrics.accepted_tokens)
+    return [running, waiting, used, preemptions, sizes, drafted, accepted]
 
 
 class Watch:
@@ -93,6 +109,7 @@ class Watch:
     def saw(self, delta: Delta) -> None:
         """The next piece of a text, as it comes."""
         now, traffic, count = time.monotonic(), self.traffic, len(delta.token_ids) * self.counted
+        traffic.deltas += 1
         if not self.began:
             self._begin()
         if delta.index not in self.open:
@@ -117,6 +134,9 @@ class Watch:
         traffic.prompt_tokens.add(size)
         traffic.prompt_sizes.observe(size)
         traffic.queued.observe(max(0.0, self.stream.started - self.opened))
+        traffic.computed.observe(size - self.stream.cached_tokens)
+        traffic.texts_asked.observe(self.stream.params.n)
+        traffic.tokens_asked.observe(self.stream.params.max_tokens or 0)
         if traffic.prefix_caching:
             traffic.queries.add(size)
             traffic.hits.add(self.stream.cached_tokens)
@@ -129,9 +149,12 @@ class Watch:
             first, _, count = self.open[index]
             traffic.whole.observe(now - self.opened)
             traffic.decode.observe(now - first)
+            traffic.inference.observe(now - self.stream.started)
             traffic.text_sizes.observe(count)
             if count > 1:
                 traffic.per_token.observe((now - first) / (count - 1))
+        if len(self.ended) == self.stream.params.n and self.open:
+            traffic.longest.observe(max(count for _, _, count in self.open.values()))
 
 
 def _one_two_five(most: int) -> list[int]:

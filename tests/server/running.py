@@ -60,7 +60,7 @@ class Running:
     def send_and_leave(self, path: str, body: dict[str, Any], until: Callable[[bytes], bool]) -> None:
         """Sends a request and closes the connection as soon as `until(what was received)`."""
         data = json.dumps(body).encode()
-        head = f"POST /v1/{path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        head = f"POST /v1/{path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         head += f"Content-Length: {len(data)}\r\n\r\n"
         with socket.create_connection(("127.0.0.1", self.port)) as connection:
             connection.sendall(head.encode() + data)

@@ -225,8 +225,10 @@ def test_while_it_drains_new_requests_and_probes_are_told_so_and_what_runs_ends(
         assert json.loads(raw)["error"]["code"] == "shutting_down"
         assert int(headers["retry-after"]) > 0
         assert headers["connection"] == "close"
-        assert server.call("GET", "/ready")[0] == 503
-        assert server.call("GET", "/health")[0] == 200
+        for path in ("/ready", "/health"):
+            status, raw, headers = server.raw("GET", path)
+            assert (status, json.loads(raw)["error"]["code"]) == (503, "shutting_down")
+            assert int(headers["retry-after"]) > 0
         rest = iter([Delta(0, "end", (1,), "stop")])
         llm.opened[0].script = lambda _: next(rest, None)
         reader.join()
