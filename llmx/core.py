@@ -15,6 +15,7 @@ class SamplingParams:
 
     `max_tokens=None` is as many as fit the context. `top_k=0` (or -1) is off. `seed=None` draws a new seed. `logprobs`
     and `prompt_logprobs` count the alternatives that are returned beside the chosen token (0: the chosen one alone).
+    `grammar` is what the text must look like, as `llmx.grammar` writes it: `grammar=regex("[0-9]+")`.
     """
 
     n: int = 1
@@ -36,6 +37,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     seed: int | None = None
+    grammar: str | None = None
 
     def __post_init__(self) -> None:
         self._check("n", self.n, 1, 128)

@@ -28,7 +28,7 @@ LAYERS = [  # top to bottom; modules on one line are siblings and may not import
     ["llmx.tokenizer"],
     ["llmx.templates"],
     ["llmx.parallel", "llmx.formats"],
-    ["llmx.config", "llmx.core", "llmx.device", "llmx.report", "llmx.gates"],
+    ["llmx.config", "llmx.core", "llmx.device", "llmx.grammar", "llmx.report", "llmx.gates"],
     ["llmx.errors"],
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
