@@ -14,6 +14,7 @@ from llmx import __version__
 from llmx.commands.bench import bench
 from llmx.commands.chat import chat
 from llmx.commands.env import env
+from llmx.commands.eval import eval as evaluate
 from llmx.commands.generate import generate
 from llmx.commands.pull import pull
 from llmx.commands.serve import serve
@@ -87,7 +88,7 @@ def llmx(
     """Run, serve and benchmark open LLMs. A command given no model uses `demo`."""
 
 
-for command in (generate, chat, serve, bench, pull, env):
+for command in (generate, chat, serve, bench, evaluate, pull, env):
     app.command()(configurable(command))
 
 

@@ -116,7 +116,7 @@ ServedModelName = Annotated[
 ]
 
 
-def _writable(path: Path | None) -> Path | None:
+def writable(path: Path | None) -> Path | None:
     """Before a long run, not after it."""
     if path is not None and (path.is_dir() or not os.access(path.absolute().parent, os.W_OK)):
         raise typer.BadParameter(f"{path} can't be written.")
@@ -125,7 +125,7 @@ def _writable(path: Path | None) -> Path | None:
 
 Json = Annotated[
     Path | None,
-    typer.Option("--json", metavar="PATH", callback=_writable, help="Write the report there.", rich_help_panel=_OUTPUT),
+    typer.Option("--json", metavar="PATH", callback=writable, help="Write the report there.", rich_help_panel=_OUTPUT),
 ]
 
 
