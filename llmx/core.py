@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any, Protocol
 
 from llmx.errors import RequestError
 
@@ -16,6 +18,7 @@ class SamplingParams:
     `max_tokens=None` is as many as fit the context. `top_k=0` (or -1) is off. `seed=None` draws a new seed. `logprobs`
     and `prompt_logprobs` count the alternatives that are returned beside the chosen token (0: the chosen one alone).
     `grammar` is what the text must look like, as `llmx.grammar` writes it: `grammar=regex("[0-9]+")`.
+    `visible_special_ids` are special tokens that the text shows although it skips the others.
     """
 
     n: int = 1
@@ -38,6 +41,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     seed: int | None = None
     grammar: str | None = None
+    visible_special_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         self._check("n", self.n, 1, 128)
@@ -123,6 +127,20 @@ class Emitted:
     drafted: int = 0  # draft nodes that were verified with it
 
 
+class Constraint(Protocol):
+    """What a text must look like, and how far it has come."""
+
+    broken: str | None  # why the text can't go on
+
+    def push(self, token: int) -> str | None:
+        """The text's next token. "stop" if it is complete and nothing may follow, "abort" if it is `broken`."""
+        ...
+
+    def after(self, paths: SequenceOf[SequenceOf[int]]) -> list[Any]:
+        """For each path of drafts a (vocab,) mask of the tokens that may follow it, or None where any may."""
+        ...
+
+
 @dataclass(eq=False)
 class Sequence:
     """One continuation of a prompt.
@@ -142,6 +160,7 @@ class Sequence:
     flying: Row | None = None  # its newest row that was launched and not committed
     finish: str | None = None  # "stop", "length" or "abort"
     stopped_by: int | None = None  # the token id behind finish "stop"
+    constraint: Constraint | None = None  # of a request with a grammar
     cached: int = 0  # prompt tokens that the first admission found in the prefix cache
     started: float = 0.0  # time.monotonic() of the first admission
     drafted: int = 0

@@ -23,6 +23,14 @@ MASK32, MASK64 = 2**32 - 1, 2**64 - 1
 
 
 @dataclass(frozen=True)
+class Allowed:
+    """Which tokens may be drawn, at the draws where not every one may."""
+
+    at: Tensor  # (A,) draws
+    tokens: Tensor  # (A, vocab) bool, at least one in each row
+
+
+@dataclass(frozen=True)
 class Points:
     """Where tokens are drawn: draw i follows `path[i]` drafts of sequences[index[i]], for position positions[i]."""
 
@@ -30,6 +38,7 @@ class Points:
     index: Tensor  # (M,)
     positions: Tensor  # (M,) absolute position of the token that is drawn
     path: Tensor  # (M, W) draft tokens between the sequence's end and this draw; -1 pads
+    allowed: Allowed | None = None  # by the grammars of requests; None: there are none
 
 
 @dataclass(frozen=True)
@@ -119,7 +128,10 @@ def _penalise(logits: Tensor, points: Points, column: Callable[..., Tensor]) -> 
 
 
 def _ban(logits: Tensor, points: Points) -> Tensor:
-    """logit_bias, and no stop before min_tokens. Lists of (sequence, token) become (row, token) by one comparison."""
+    """logit_bias, what no grammar allows, and no stop before min_tokens, unless nothing else is allowed.
+
+    Lists of (sequence, token) become (row, token) by one comparison.
+    """
     bias, stops = [], []
     for i, s in enumerate(points.sequences):
         bias += [(i, token, value) for token, value in s.request.params.logit_bias]
@@ -127,7 +139,8 @@ def _ban(logits: Tensor, points: Points) -> Tensor:
             until = s.prompt_len + s.request.params.min_tokens
             # A tokenizer may know end tokens that the model has no logit for.
             stops += [(i, token, until) for token in s.request.stops if token < logits.shape[1]]
-    if not bias and not stops:
+    allowed = points.allowed
+    if not bias and not stops and allowed is None:
         return logits
     device, logits = logits.device, logits.clone()
     slots = torch.zeros(len(points.sequences), logits.shape[1], device=device)
@@ -142,8 +155,13 @@ def _ban(logits: Tensor, points: Points) -> Tensor:
         owners, tokens, untils = (torch.tensor(column, device=device) for column in zip(*stops, strict=True))
         banned[owners, tokens] = True
         ends[owners] = untils
-        early = points.positions < ends[points.index]
-        logits.masked_fill_(banned[points.index] & early[:, None], -torch.inf)
+        early = banned[points.index] & (points.positions < ends[points.index])[:, None]
+        if allowed is not None:
+            mine = early[allowed.at]
+            early[allowed.at] = mine & (allowed.tokens & ~mine).any(-1, keepdim=True)
+        logits.masked_fill_(early, -torch.inf)
+    if allowed is not None:
+        logits[allowed.at] = logits[allowed.at].masked_fill(~allowed.tokens, -torch.inf)
     return logits
 
 

@@ -214,6 +214,8 @@ def take(sequence: Sequence, new: Emitted) -> int:
         length = sequence.output_len
         if token in sequence.request.stops and length > sequence.request.params.min_tokens:
             sequence.finish, sequence.stopped_by = "stop", token
+        elif sequence.constraint is not None and (ended := sequence.constraint.push(token)):
+            sequence.finish = ended
         elif length >= sequence.request.max_tokens:
             sequence.finish = "length"
         if sequence.finish:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from llmx.loading import CheckpointWeights, RandomWeights, Shard
 from llmx.models import Opened, open_model, random_shape
 from llmx.parallel.group import Alone, Group
 from llmx.scheduler import Limits
+from llmx.tokenizer import load_tokenizer
 
 RANDOM = "random:"
 GIB = 2**30
@@ -82,6 +84,7 @@ def build_engine(
         kv_dtype=kv_dtype,
         device=device,
         prefix_caching=config.prefix_caching,
+        tokenizer=None if located is None else partial(load_tokenizer, located),
     )
     for op in ("linear", "philox_uniform"):  # named in the report even before anybody asks for them
         kernels.get(op)

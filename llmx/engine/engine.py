@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,11 +14,15 @@ from llmx.batch import Batch, Drafts, Tips, build, tips_of
 from llmx.cache.blocks import BlockManager, GroupShape
 from llmx.cache.pools import Cache, windows_of
 from llmx.core import Landed, Logprob, Request, Row, Sequence
+from llmx.engine.constraints import Grammars
 from llmx.errors import UsageError
 from llmx.sampler import Draws, draw, likeliest
 from llmx.scheduler import Limits, Scheduler
 from llmx.speculative.base import Drafter, Lent, NoDrafter
 from llmx.speculative.verify import Verdict, emit, points, verify
+
+if TYPE_CHECKING:
+    from llmx.tokenizer import Tokenizer
 
 PROMPT_ROWS = 256  # prompt positions whose logits are held at once
 SCORE_BYTES = 2**26  # of logits that are handed out at once
@@ -63,7 +67,9 @@ class Engine:
         device: torch.device,
         prefix_caching: bool = True,
         poison: bool = False,
+        tokenizer: Callable[[], Tokenizer] | None = None,
     ) -> None:
+        """tokenizer: reads the model's, at the first request with a grammar."""
         drafter = drafter or NoDrafter()
         needs, specs = drafter.needs, model.specs
         every = [*specs, *needs.layers]
@@ -79,6 +85,7 @@ class Engine:
             every, len(specs), blocks, size, tap_dim=tap_dim, dtype=kv_dtype, device=device, poison=poison
         )
         self.lent = Lent(model, self.cache, model.kernels)
+        self.grammars = Grammars(tokenizer, model.config.vocab)
         self.flight: Decided | None = None
         self.computed_last = 0  # tokens of the last launch, if it launched anything
         self.take: Take | None = None  # who gets the logits that requests' `score_from` ask for
@@ -116,20 +123,34 @@ class Engine:
         rows, drafts, batch = step.rows, step.drafts, step.batch
         hand_out(self.model, rows, batch, step.hidden, self.take)
         logits = self.model.head(step.hidden[batch.sample])
-        draws = draw(logits, points(rows, drafts, batch), self.model.kernels) if len(batch.sample) else _none(logits)
+        draws = self._draw(step, logits) if len(batch.sample) else _none(logits)
         draws = replace(draws, tokens=self.model.group.agree(draws.tokens))  # of several ranks rank 0 has the say
         verdict = verify(drafts, batch, draws)
         self.drafter.observe(drafts, batch, verdict.kept, step.taps, self.lent)
         self.cache.settle(batch, verdict.kept, step.taps)
         return Decided(rows, drafts, draws, verdict, score_prompts(self.model, rows, batch, step.hidden))
 
+    def _draw(self, step: Launched, logits: Tensor) -> Draws:
+        """The step before has landed: history, and with it each grammar's state, is as it will stay."""
+        wanted = points(step.rows, step.drafts, step.batch)
+        allowed = self.grammars.allowed(step.rows, step.drafts, wanted)
+        return draw(logits, replace(wanted, allowed=allowed), self.model.kernels)
+
     def land(self, step: Decided) -> list[Landed]:
         """The one trip to the host."""
         return self.scheduler.commit(step.rows, emit(step.rows, step.drafts, step.verdict, step.draws, step.prompts))
 
+    def add(self, request: Request) -> list[Sequence]:
+        """Queue a request; its `n` sequences. RequestError if it could never run."""
+        begun = None if request.params.grammar is None else self.grammars.start(request)
+        sequences = self.scheduler.add(request)
+        for sequence in sequences:
+            sequence.constraint = None if begun is None else begun.copy()
+        return sequences
+
     def run(self, requests: SequenceOf[Request]) -> list[Sequence]:
         """All of them to their end, and the pool whole again."""
-        sequences = [s for r in requests for s in self.scheduler.add(r)]
+        sequences = [s for r in requests for s in self.add(r)]
         while any(s.finish is None for s in sequences) or self.flight:
             if self.step() is None:
                 raise RuntimeError("the scheduler stands still")

@@ -64,7 +64,7 @@ class Core:
             case Add(request):
                 try:
                     assert request.id not in self.requests, "request ids are unique while they run"
-                    self.requests[request.id] = self.engine.scheduler.add(request)
+                    self.requests[request.id] = self.engine.add(request)
                     self._unstarted.add(request.id)
                 except RequestError as error:
                     return [Refused(request.id, error.message, error.param, error.code, error.status)]
@@ -98,10 +98,24 @@ class Core:
             return []
         self._count(landed)
         told: list[Message] = []
-        told += [self._told(item) for item in landed if self._is_news(item)]
+        broken = [item.sequence for item in landed if item.sequence.finish == "abort"]
+        told += [self._told(item) for item in landed if self._is_news(item) and item.sequence not in broken]
+        told += self._refuse(broken)
         for id in {item.sequence.request.id for item in landed if item.sequence.finish}:
             self._forget(id)  # after all were told: several choices of a request may finish in one step
         return told
+
+    def _refuse(self, broken: list[Sequence]) -> list[Message]:
+        """Ends the whole requests of texts that can't go on: half an answer must not look like one."""
+        refused: dict[str, Message] = {}
+        for sequence in broken:
+            assert sequence.constraint is not None, "nothing else ends a text so"
+            said = f"The grammar can't be followed after {sequence.output_len} tokens: {sequence.constraint.broken}."
+            refused[sequence.request.id] = Refused(sequence.request.id, said, "grammar")
+            self._totals["aborted"] += 1
+        for id in refused:
+            self._abort(id, None)
+        return list(refused.values())
 
     def check(self) -> None:
         """LlmxError if another rank has died; then the others have ended too."""

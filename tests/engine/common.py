@@ -103,7 +103,7 @@ class Watched(Engine):
     def run(self, requests: Sequence[Request], steps: int = 20000) -> list[Text]:
         self.logprobs.clear()
         self.prompt_logprobs.clear()
-        sequences = [s for r in requests for s in self.scheduler.add(r)]
+        sequences = [s for r in requests for s in self.add(r)]
         while any(s.finish is None for s in sequences) or self.flight:
             assert self.step() is not None, "the scheduler stands still"
             steps -= 1
