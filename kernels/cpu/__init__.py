@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import os
+from functools import cache
 from types import ModuleType
 
 from llmx.errors import UsageError
 
-KERNELS: dict[str, str] = {"philox_uniform": "random:philox_uniform"}
+KERNELS: dict[str, str] = {
+    "philox_uniform": "random:philox_uniform",
+    **{op: f"linear:{op}" for op in ("linear_packed", "new_packed", "pack_codes", "pack_numbers", "unpack_linear")},
+    **{op: f"attention:{op}" for op in ("plan_attention", "attention")},
+    **{op: f"rows:{op}" for op in ("rms_norm", "add_rms_norm", "rope_and_write", "silu_mul", "gelu_tanh_mul")},
+}
 
 
+@cache
 def native() -> ModuleType | None:
     """The compiled library, switched to what LLMX_ISA asks for; None when this install has none."""
     try:

@@ -1,4 +1,76 @@
 def philox_uniform(out: int, seeds: int, positions: int, rows: int, vocab: int, stream: int, /) -> None: ...
+def linear_packed(
+    out: int,
+    stride: int,
+    x: int,
+    rows: int,
+    inputs: int,
+    packed: int,
+    block_bytes: int,
+    outputs: int,
+    format: int,
+    bias: int,
+    threads: int,
+    /,
+) -> None: ...
+def unpack_linear(out: int, packed: int, block_bytes: int, inputs: int, outputs: int, format: int, /) -> None: ...
+def attention(
+    out: int,
+    q: int,
+    keys: int,
+    values: int,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    slots: int,
+    kind: int,
+    units: int,
+    count: int,
+    prefix: int,
+    table: int,
+    width: int,
+    size: int,
+    base: int,
+    paths: int,
+    depth: int,
+    scale: float,
+    cap: float,
+    window: int,
+    first: int,
+    threads: int,
+    /,
+) -> None: ...
+def rms_norm(
+    out: int,
+    total: int,
+    x: int,
+    residual: int,
+    weight: int,
+    rows: int,
+    hidden: int,
+    eps: float,
+    threads: int,
+    /,
+) -> None: ...
+def rope_and_write(
+    q: int,
+    qkv: int,
+    rows: int,
+    keys: int,
+    values: int,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    half: int,
+    slots: int,
+    kind: int,
+    slot: int,
+    cos: int,
+    sin: int,
+    threads: int,
+    /,
+) -> None: ...
+def gated(out: int, x: int, rows: int, inner: int, gelu: int, threads: int, /) -> None: ...
 def isas() -> list[str]: ...
 def use(isa: str, /) -> None: ...
 def active() -> str: ...

@@ -6,7 +6,26 @@
 
 #define LLMX_OPS(OP, isa)                                                                                \
   OP(isa, philox_uniform, (float* out, const int64_t* seeds, const int64_t* positions, int64_t rows,     \
-                           int64_t vocab, uint32_t stream))
+                           int64_t vocab, uint32_t stream))                                              \
+  OP(isa, linear_packed, (float* out, int64_t stride, const float* x, int64_t rows, int64_t inputs,      \
+                          const uint8_t* packed, int64_t block_bytes, int64_t outputs, int32_t format,   \
+                          const float* bias, int32_t threads))                                           \
+  OP(isa, unpack_linear, (float* out, const uint8_t* packed, int64_t block_bytes, int64_t inputs,        \
+                          int64_t outputs, int32_t format))                                              \
+  OP(isa, attention, (float* out, const float* q, const uint8_t* keys, const uint8_t* values,            \
+                      int64_t heads, int64_t kv_heads, int64_t dim, int64_t slots, int32_t kind,         \
+                      const int64_t* units, int64_t count, const int64_t* prefix, const int64_t* table,  \
+                      int64_t width, int64_t size, const int64_t* base, const int64_t* paths,            \
+                      int64_t depth, float scale, float cap, int64_t window, int64_t first,              \
+                      int32_t threads))                                                                  \
+  OP(isa, rms_norm, (float* out, float* total, const float* x, const float* residual,                    \
+                     const float* weight, int64_t rows, int64_t hidden, float eps, int32_t threads))     \
+  OP(isa, rope_and_write, (float* q, const float* qkv, int64_t rows, uint8_t* keys, uint8_t* values,     \
+                           int64_t heads, int64_t kv_heads, int64_t dim, int64_t half, int64_t slots,    \
+                           int32_t kind, const int64_t* slot, const float* cos, const float* sin,        \
+                           int32_t threads))                                                             \
+  OP(isa, gated, (float* out, const float* x, int64_t rows, int64_t inner, int32_t gelu,                 \
+                  int32_t threads))
 
 #if defined(__x86_64__)  // the same list as in CMakeLists.txt, worst first
 #define LLMX_ISAS(X) X(portable) X(avx2) X(avx512)

@@ -38,19 +38,32 @@ class Kernels:
             self._chosen[op] = self._choose(op)
         return self._chosen[op][1]
 
+    def has(self, op: str) -> bool:
+        """Whether a backend has `op`: some are there to be fast, and need no reference."""
+        return op in self._chosen or self._where(op) is not None
+
     def chosen(self) -> tuple[tuple[str, str], ...]:
         """(op, backend) for every op that was asked for."""
         return tuple(sorted((op, backend) for op, (backend, _) in self._chosen.items()))
 
     def _choose(self, op: str) -> tuple[str, Callable[..., Any]]:
-        names = [self.forced] if self.forced else [name for name in (self.device, "reference") if name in BACKENDS]
-        for name in names:
+        if (found := self._where(op)) is None:
+            tried = ", ".join(self._backends())
+            raise UsageError(f"no kernel {op!r} for {self.device}; tried {tried}.", hint="unset LLMX_KERNELS")
+        name, where = found
+        module, function = where.split(":")
+        return name, getattr(importlib.import_module(f"llmx.kernels.{name}.{module}"), function)
+
+    def _backends(self) -> list[str]:
+        return [self.forced] if self.forced else [name for name in (self.device, "reference") if name in BACKENDS]
+
+    def _where(self, op: str) -> tuple[str, str] | None:
+        """The first backend with `op`, and its place there."""
+        for name in self._backends():
             backend = _backend(name)
             if backend is not None and (where := backend.KERNELS.get(op)):
-                module, function = where.split(":")
-                found = importlib.import_module(f"llmx.kernels.{name}.{module}")
-                return name, getattr(found, function)
-        raise UsageError(f"no kernel {op!r} for {self.device}; tried {', '.join(names)}.", hint="unset LLMX_KERNELS")
+                return name, where
+        return None
 
 
 def _backend(name: str) -> ModuleType | None:

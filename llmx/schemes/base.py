@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -82,7 +82,9 @@ Tensors = Mapping[str, Tensor]
 class KernelTable(Protocol):
     """The part of `llmx.kernels.Kernels` that a scheme uses."""
 
-    def get(self, op: str) -> Callable[..., Tensor]: ...
+    def get(self, op: str) -> Callable[..., Any]: ...
+
+    def has(self, op: str) -> bool: ...
 
 
 def ranges(where: str, dims: Dims, spans: Mapping[Kind, Span]) -> dict[int, tuple[int, int]]:
@@ -171,7 +173,7 @@ def weight_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
 class Segment:
     """`n_out` outputs of a linear that are stored alike. `tensors`: as stored, or what `prepare` made of them.
 
-    `layout` is that of the stored tensors. `bias`: (n_out,) in `weight_dtype`, or None.
+    `layout` is that of the stored tensors. `bias`: (n_out,) in `weight_dtype`, or None. `prepared`: see `prepare`.
     """
 
     scheme: Scheme
@@ -228,17 +230,37 @@ class Scheme(ABC):
         raise UsageError(f"llmx reads weights stored as {kind}, but has no quantizer that makes them.")
 
     def prepare(self, tensors: Tensors, layout: Layout, dtype: torch.dtype, kernels: KernelTable) -> dict[str, Tensor]:
-        """What `apply` runs on: for the reference the unpacked weights; others repack for the kernel they find."""
+        """What `apply` runs on: the unpacked `weight`, or packed for a kernel that multiplies straight from it.
+
+        Then the one tensor's name is that of the kernel's layout.
+        """
+        if kernels.has("linear_packed") and row_axes(layout) is not None:
+            return self.pack_for_kernel(tensors, layout, kernels)
         return {"weight": self._unpack_in_steps(tensors, layout, dtype)}
+
+    def pack_for_kernel(self, tensors: Tensors, layout: Layout, kernels: KernelTable) -> dict[str, Tensor]:
+        """In the kernel's layout that loses nothing: plain float32 for schemes that have none of their own."""
+        weight = self._unpack_in_steps(tensors, layout, torch.float32)
+        packed: Tensor = kernels.get("new_packed")("F32", *weight.shape)
+        kernels.get("pack_numbers")(packed, weight)
+        return {"F32": packed}
 
     def apply(self, x: Tensor, segments: Sequence[Segment], kernels: KernelTable) -> list[Tensor]:
         """Outputs of neighbouring segments of this scheme: x (rows, n_in) -> (rows, n_out) each, in x.dtype."""
-        linear = kernels.get("linear")
-        dtype = weight_dtype(x.dtype, x.device)
-        return [
-            linear(x, s.tensors["weight"] if s.prepared else self._unpack_in_steps(s.tensors, s.layout, dtype), s.bias)
-            for s in segments
-        ]
+        return [self._apply(x, segment, kernels) for segment in segments]
+
+    def _apply(self, x: Tensor, segment: Segment, kernels: KernelTable) -> Tensor:
+        result: Tensor
+        if not segment.prepared:
+            weight = self._unpack_in_steps(segment.tensors, segment.layout, weight_dtype(x.dtype, x.device))
+            result = kernels.get("linear")(x, weight, segment.bias)
+            return result
+        ((name, prepared),) = segment.tensors.items()
+        if name == "weight":
+            result = kernels.get("linear")(x, prepared, segment.bias)
+        else:
+            result = kernels.get("linear_packed")(x, prepared, name, segment.n_out, segment.bias)
+        return result
 
     def _unpack_in_steps(self, tensors: Tensors, layout: Layout, dtype: torch.dtype) -> Tensor:
         """`unpack`, some rows at a time where the tensors can be cut between any two rows, to bound temporaries."""

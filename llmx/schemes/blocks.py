@@ -5,38 +5,66 @@ What the types mean: ggml's ggml-common.h (blocks) and ggml-quants.c (dequantize
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from llmx.errors import UsageError
-from llmx.schemes.base import Axis, Case, Kind, Layout, Scheme, Tensors
+from llmx.schemes.base import CHUNK, Axis, Case, KernelTable, Kind, Layout, Scheme, Tensors
 
 if TYPE_CHECKING:
     from llmx.formats.checkpoint import Stored
+
+LANES = 16  # outputs that a kernel keeps together
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Blocks taken apart, rows of n. A weight is (d * scale) * code - e * minimum; without scales d * code + e.
+
+    codes (n, size), int8 or uint8; d, e (n, 1) float16; scales, minima (n, groups), small whole numbers.
+    """
+
+    codes: Tensor
+    d: Tensor
+    e: Tensor | None = None
+    scales: Tensor | None = None
+    minima: Tensor | None = None
 
 
 class BlockScheme(Scheme):
     """`weight` (n_out, bytes) or (experts, n_out, bytes), uint8: rows of blocks, each `size` weights in `block_bytes`.
 
-    `kind`: GGUF's name of the type. `error`: see Case; None for types without `pack_blocks`.
+    `kind`: GGUF's name of the type. `error`: see Case; None for types without `pack_blocks`. `kernel_layout`: of
+    kernels/cpu/linear.py, where `parts` says what the blocks hold; else None, and `unpack_blocks` says what they mean.
     """
 
     kind: str
     size = 32
     block_bytes: int
     error: float | None = None
+    kernel_layout: str | None = None
 
     def __init__(self) -> None:
         self.name = self.kind
         self.cases = (Case(self.kind, self.error, hidden=max(self.size, 192), head_dim=self.size, inner=6 * self.size),)
 
-    @abstractmethod
+    def parts(self, blocks: Tensor) -> Parts:
+        """Blocks (n, block_bytes), uint8."""
+        raise NotImplementedError
+
     def unpack_blocks(self, blocks: Tensor) -> Tensor:
         """Blocks (n, block_bytes), uint8 -> their weights (n, size), float32, as ggml computes them."""
+        parts = self.parts(blocks)
+        d, e = parts.d.float(), None if parts.e is None else parts.e.float()
+        if parts.scales is None:
+            values = parts.codes.float().mul_(d)
+            return values if e is None else values.add_(e)
+        minima = None if e is None or parts.minima is None else parts.minima.float() * e
+        return scaled(parts.codes.float(), parts.scales.float() * d, minima)
 
     def pack_blocks(self, weights: Tensor) -> Tensor:
         """Weights (n, size), float32 -> blocks (n, block_bytes), uint8, as ggml rounds them."""
@@ -64,10 +92,30 @@ class BlockScheme(Scheme):
         blocks = self.pack_blocks(weight.float().reshape(-1, self.size))
         return {"weight": blocks.reshape(*weight.shape[:-1], weight.shape[-1] // self.size * self.block_bytes)}
 
+    def pack_for_kernel(self, tensors: Tensors, layout: Layout, kernels: KernelTable) -> dict[str, Tensor]:
+        if self.kernel_layout is None:
+            return super().pack_for_kernel(tensors, layout, kernels)
+        weight = tensors["weight"]
+        n_out, each = weight.shape[0], weight.shape[1] // self.block_bytes
+        packed: Tensor = kernels.get("new_packed")(self.kernel_layout, n_out, each * self.size)
+        step = max(LANES, CHUNK // max(1, each * self.size) // LANES * LANES)
+        for low in range(0, n_out, step):
+            rows = weight[low : low + step]
+            parts = self.parts(rows.reshape(-1, self.block_bytes))
+            of_rows = [None if part is None else part.reshape(len(rows), -1) for part in vars(parts).values()]
+            at = packed[low // LANES : -(-(low + len(rows)) // LANES)]
+            kernels.get("pack_codes")(at, self.kernel_layout, *of_rows)
+        return {self.kernel_layout: packed}
+
+
+def stored_halves(blocks: Tensor, offset: int) -> Tensor:
+    """The float16 at byte `offset` of each block, (n, 1)."""
+    return blocks[:, offset : offset + 2].contiguous().view(torch.float16)
+
 
 def halves(blocks: Tensor, offset: int) -> Tensor:
-    """The float16 at byte `offset` of each block, (n, 1), as float32."""
-    return blocks[:, offset : offset + 2].contiguous().view(torch.float16).float()
+    """The same as float32."""
+    return stored_halves(blocks, offset).float()
 
 
 def half_bytes(values: Tensor) -> Tensor:
@@ -115,7 +163,7 @@ def scaled(values: Tensor, scales: Tensor, minima: Tensor | None = None) -> Tens
 
 
 def six_bits(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """12 bytes a block -> 8 scales and 8 minima of 6 bits, float32: Q4_K and Q5_K have them alike.
+    """12 bytes a block -> 8 scales and 8 minima of 6 bits, uint8: Q4_K and Q5_K have them alike.
 
     The first 4 bytes hold a scale and, in their high two bits, those of scale 4 bytes on; the next 4 minima so; the
     last the low four bits of both.
@@ -123,7 +171,7 @@ def six_bits(packed: Tensor) -> tuple[Tensor, Tensor]:
     scales, minima, low = packed.split(4, 1)
     scales = torch.cat([scales & 63, low & 15 | scales >> 2 & 48], 1)
     minima = torch.cat([minima & 63, low >> 4 | minima >> 2 & 48], 1)
-    return scales.float(), minima.float()
+    return scales, minima
 
 
 def inverse(scale: Tensor) -> Tensor:

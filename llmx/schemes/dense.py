@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from llmx.schemes.base import Axis, Case, Kind, Layout, Scheme, Tensors
+from llmx.schemes.base import Axis, Case, KernelTable, Kind, Layout, Scheme, Tensors
 
 if TYPE_CHECKING:
     from llmx.formats.checkpoint import Stored
@@ -36,6 +36,13 @@ class Dense(Scheme):
 
     def pack(self, weight: Tensor, kind: str) -> dict[str, Tensor]:
         return {"weight": weight.to(DTYPES[kind])}
+
+    def pack_for_kernel(self, tensors: Tensors, layout: Layout, kernels: KernelTable) -> dict[str, Tensor]:
+        weight = tensors["weight"]
+        kind = next(kind for kind, dtype in DTYPES.items() if dtype == weight.dtype)
+        packed: Tensor = kernels.get("new_packed")(kind, *weight.shape)
+        kernels.get("pack_numbers")(packed, weight)
+        return {kind: packed}
 
 
 SCHEME = Dense()

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from llmx.schemes.blocks import BlockScheme, halves, numbers
+from llmx.schemes.blocks import BlockScheme, Parts, numbers, stored_halves
 from llmx.schemes.grids import uneven
 
 
 class IQ4_NL(BlockScheme):
     kind = "IQ4_NL"
     block_bytes = 18
+    kernel_layout = "q8"
 
-    def unpack_blocks(self, blocks: Tensor) -> Tensor:
-        return uneven(numbers(blocks[:, 2:], 4, 16)).mul_(halves(blocks, 0))
+    def parts(self, blocks: Tensor) -> Parts:
+        return Parts(uneven(numbers(blocks[:, 2:], 4, 16)).to(torch.int8), stored_halves(blocks, 0))
 
 
 SCHEME = IQ4_NL()

@@ -5,9 +5,10 @@ Bytes: float16 d, 2 of the s's high two bits, 4 of their low four, 128 of indice
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from llmx.schemes.blocks import BlockScheme, halves, numbers, scaled
+from llmx.schemes.blocks import BlockScheme, Parts, numbers, stored_halves
 from llmx.schemes.grids import uneven
 
 
@@ -15,10 +16,12 @@ class IQ4_XS(BlockScheme):
     kind = "IQ4_XS"
     size = 256
     block_bytes = 136
+    kernel_layout = "q8*s"
 
-    def unpack_blocks(self, blocks: Tensor) -> Tensor:
+    def parts(self, blocks: Tensor) -> Parts:
+        levels = uneven(numbers(blocks[:, 8:], 4, 16)).to(torch.int8)
         scales = numbers(blocks[:, 4:8], 4) | numbers(blocks[:, 2:4], 2) << 4
-        return scaled(uneven(numbers(blocks[:, 8:], 4, 16)), scales.float().sub_(32).mul_(halves(blocks, 0)))
+        return Parts(levels, stored_halves(blocks, 0), scales=scales.view(torch.int8) - 32)
 
 
 SCHEME = IQ4_XS()

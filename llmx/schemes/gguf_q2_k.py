@@ -7,18 +7,19 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from llmx.schemes.blocks import BlockScheme, halves, numbers, scaled
+from llmx.schemes.blocks import BlockScheme, Parts, numbers, stored_halves
 
 
 class Q2_K(BlockScheme):
     kind = "Q2_K"
     size = 256
     block_bytes = 84
+    kernel_layout = "q8*f-m"
 
-    def unpack_blocks(self, blocks: Tensor) -> Tensor:
-        scales = (blocks[:, :16] & 15).float().mul_(halves(blocks, 80))
-        minima = (blocks[:, :16] >> 4).float().mul_(halves(blocks, 82))
-        return scaled(numbers(blocks[:, 16:80], 2, 32), scales, minima)
+    def parts(self, blocks: Tensor) -> Parts:
+        packed = blocks[:, :16]
+        q = numbers(blocks[:, 16:80], 2, 32)
+        return Parts(q, stored_halves(blocks, 80), stored_halves(blocks, 82), packed & 15, packed >> 4)
 
 
 SCHEME = Q2_K()

@@ -5,20 +5,22 @@ Bytes: 32 of the q's high bits, 64 of their low two, 8 of the s's low four bits,
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from llmx.schemes.blocks import BlockScheme, halves, numbers, scaled
+from llmx.schemes.blocks import BlockScheme, Parts, numbers, stored_halves
 
 
 class Q3_K(BlockScheme):
     kind = "Q3_K"
     size = 256
     block_bytes = 110
+    kernel_layout = "q8*f"
 
-    def unpack_blocks(self, blocks: Tensor) -> Tensor:
+    def parts(self, blocks: Tensor) -> Parts:
         q = numbers(blocks[:, 32:96], 2, 32) | numbers(blocks[:, :32], 1, 32) << 2
         scales = numbers(blocks[:, 96:104], 4, 8) | numbers(blocks[:, 104:108], 2, 4) << 4
-        return scaled(q.float().sub_(4), scales.float().sub_(32).mul_(halves(blocks, 108)))
+        return Parts(q.view(torch.int8) - 4, stored_halves(blocks, 108), scales=scales.view(torch.int8) - 32)
 
 
 SCHEME = Q3_K()

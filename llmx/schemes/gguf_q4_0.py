@@ -5,16 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from llmx.schemes.blocks import BlockScheme, half_bytes, halves, inverse, numbers, pack_numbers
+from llmx.schemes.blocks import BlockScheme, Parts, half_bytes, inverse, numbers, pack_numbers, stored_halves
 
 
 class Q4_0(BlockScheme):
     kind = "Q4_0"
     block_bytes = 18
     error = 0.12
+    kernel_layout = "q4"
 
-    def unpack_blocks(self, blocks: Tensor) -> Tensor:
-        return numbers(blocks[:, 2:], 4, 16).float().sub_(8).mul_(halves(blocks, 0))
+    def parts(self, blocks: Tensor) -> Parts:
+        q = numbers(blocks[:, 2:], 4, 16).view(torch.int8)
+        return Parts(q - 8, stored_halves(blocks, 0))
 
     def pack_blocks(self, weights: Tensor) -> Tensor:
         largest = weights.gather(-1, weights.abs().argmax(-1, keepdim=True))

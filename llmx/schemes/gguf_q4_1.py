@@ -5,16 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from llmx.schemes.blocks import BlockScheme, half_bytes, halves, inverse, numbers, pack_numbers
+from llmx.schemes.blocks import BlockScheme, Parts, half_bytes, inverse, numbers, pack_numbers, stored_halves
 
 
 class Q4_1(BlockScheme):
     kind = "Q4_1"
     block_bytes = 20
     error = 0.1
+    kernel_layout = "q4+m"
 
-    def unpack_blocks(self, blocks: Tensor) -> Tensor:
-        return numbers(blocks[:, 4:], 4, 16).float().mul_(halves(blocks, 0)).add_(halves(blocks, 2))
+    def parts(self, blocks: Tensor) -> Parts:
+        return Parts(numbers(blocks[:, 4:], 4, 16), stored_halves(blocks, 0), stored_halves(blocks, 2))
 
     def pack_blocks(self, weights: Tensor) -> Tensor:
         low, high = weights.aminmax(dim=-1, keepdim=True)

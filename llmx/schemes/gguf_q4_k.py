@@ -7,17 +7,18 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from llmx.schemes.blocks import BlockScheme, halves, numbers, scaled, six_bits
+from llmx.schemes.blocks import BlockScheme, Parts, numbers, six_bits, stored_halves
 
 
 class Q4_K(BlockScheme):
     kind = "Q4_K"
     size = 256
     block_bytes = 144
+    kernel_layout = "q4*s-m"
 
-    def unpack_blocks(self, blocks: Tensor) -> Tensor:
-        scales, minima = six_bits(blocks[:, 4:16])
-        return scaled(numbers(blocks[:, 16:], 4, 32), scales * halves(blocks, 0), minima * halves(blocks, 2))
+    def parts(self, blocks: Tensor) -> Parts:
+        q = numbers(blocks[:, 16:], 4, 32)
+        return Parts(q, stored_halves(blocks, 0), stored_halves(blocks, 2), *six_bits(blocks[:, 4:16]))
 
 
 SCHEME = Q4_K()

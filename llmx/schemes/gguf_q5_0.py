@@ -5,17 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from llmx.schemes.blocks import BlockScheme, half_bytes, halves, inverse, numbers, pack_numbers
+from llmx.schemes.blocks import BlockScheme, Parts, half_bytes, inverse, numbers, pack_numbers, stored_halves
 
 
 class Q5_0(BlockScheme):
     kind = "Q5_0"
     block_bytes = 22
     error = 0.06
+    kernel_layout = "q8"
 
-    def unpack_blocks(self, blocks: Tensor) -> Tensor:
+    def parts(self, blocks: Tensor) -> Parts:
         q = numbers(blocks[:, 6:], 4, 16) | numbers(blocks[:, 2:6], 1) << 4
-        return q.float().sub_(16).mul_(halves(blocks, 0))
+        return Parts(q.view(torch.int8) - 16, stored_halves(blocks, 0))
 
     def pack_blocks(self, weights: Tensor) -> Tensor:
         largest = weights.gather(-1, weights.abs().argmax(-1, keepdim=True))

@@ -5,17 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from llmx.schemes.blocks import BlockScheme, half_bytes, halves, inverse, numbers, pack_numbers
+from llmx.schemes.blocks import BlockScheme, Parts, half_bytes, inverse, numbers, pack_numbers, stored_halves
 
 
 class Q5_1(BlockScheme):
     kind = "Q5_1"
     block_bytes = 24
     error = 0.05
+    kernel_layout = "q8+m"
 
-    def unpack_blocks(self, blocks: Tensor) -> Tensor:
+    def parts(self, blocks: Tensor) -> Parts:
         q = numbers(blocks[:, 8:], 4, 16) | numbers(blocks[:, 4:8], 1) << 4
-        return q.float().mul_(halves(blocks, 0)).add_(halves(blocks, 2))
+        return Parts(q, stored_halves(blocks, 0), stored_halves(blocks, 2))
 
     def pack_blocks(self, weights: Tensor) -> Tensor:
         low, high = weights.aminmax(dim=-1, keepdim=True)

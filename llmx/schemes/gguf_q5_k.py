@@ -7,18 +7,18 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from llmx.schemes.blocks import BlockScheme, halves, numbers, scaled, six_bits
+from llmx.schemes.blocks import BlockScheme, Parts, numbers, six_bits, stored_halves
 
 
 class Q5_K(BlockScheme):
     kind = "Q5_K"
     size = 256
     block_bytes = 176
+    kernel_layout = "q8*s-m"
 
-    def unpack_blocks(self, blocks: Tensor) -> Tensor:
-        scales, minima = six_bits(blocks[:, 4:16])
+    def parts(self, blocks: Tensor) -> Parts:
         q = numbers(blocks[:, 48:], 4, 32) | numbers(blocks[:, 16:48], 1, 32) << 4
-        return scaled(q, scales * halves(blocks, 0), minima * halves(blocks, 2))
+        return Parts(q, stored_halves(blocks, 0), stored_halves(blocks, 2), *six_bits(blocks[:, 4:16]))
 
 
 SCHEME = Q5_K()

@@ -8,18 +8,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from llmx.schemes.blocks import BlockScheme, halves, numbers, scaled
+from llmx.schemes.blocks import BlockScheme, Parts, numbers, stored_halves
 
 
 class Q6_K(BlockScheme):
     kind = "Q6_K"
     size = 256
     block_bytes = 210
+    kernel_layout = "q8*f"
 
-    def unpack_blocks(self, blocks: Tensor) -> Tensor:
+    def parts(self, blocks: Tensor) -> Parts:
         q = numbers(blocks[:, :128], 4, 64) | numbers(blocks[:, 128:192], 2, 32) << 4
-        scales = blocks[:, 192:208].view(torch.int8).float().mul_(halves(blocks, 208))
-        return scaled(q.float().sub_(32), scales)
+        scales = blocks[:, 192:208].view(torch.int8)
+        return Parts(q.view(torch.int8) - 32, stored_halves(blocks, 208), scales=scales)
 
 
 SCHEME = Q6_K()

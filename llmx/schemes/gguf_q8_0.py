@@ -5,16 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from llmx.schemes.blocks import BlockScheme, half_bytes, halves, inverse
+from llmx.schemes.blocks import BlockScheme, Parts, half_bytes, inverse, stored_halves
 
 
 class Q8_0(BlockScheme):
     kind = "Q8_0"
     block_bytes = 34
     error = 0.01
+    kernel_layout = "q8"
 
-    def unpack_blocks(self, blocks: Tensor) -> Tensor:
-        return blocks[:, 2:].view(torch.int8).float().mul_(halves(blocks, 0))
+    def parts(self, blocks: Tensor) -> Parts:
+        return Parts(blocks[:, 2:].view(torch.int8), stored_halves(blocks, 0))
 
     def pack_blocks(self, weights: Tensor) -> Tensor:
         largest = weights.abs().amax(-1, keepdim=True)

@@ -1,0 +1,83 @@
+"""Attention over a block table in C++; `kernels/reference/attention.py` defines it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmx.kernels.cpu import native
+
+TOGETHER = 16  # queries of a row that share what is gathered of its keys
+POOLS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What all layers of a KV group share in one step. All int64, contiguous."""
+
+    units: Tensor  # (units, 3): first token, tokens, row
+    prefix: Tensor  # (tokens,) logical slots that each sees
+    table: Tensor  # (rows, blocks)
+    size: int
+    base: Tensor  # (rows,) first draft slot
+    paths: Tensor | None  # (tokens, depth) draft nodes above a token and itself
+
+
+def plan_attention(batch: Any, group: int, window: int | None) -> Plan:
+    """Which queries see which slots. `batch` is a llmx.batch.Batch. A token of a draft tree has keys of its own."""
+    units, at = [], 0
+    for row, (length, count) in enumerate(zip(batch.lengths, batch.counts, strict=True)):
+        shared = length if batch.paths is None else count
+        units += [(at + i, min(TOGETHER, shared - i), row) for i in range(0, shared, TOGETHER)]
+        units += [(token, 1, row) for token in range(at + shared, at + length)]
+        at += length
+    paths = None if batch.paths is None else batch.paths.contiguous()
+    table = batch.tables[group].contiguous()
+    return Plan(torch.tensor(units), batch.prefix.contiguous(), table, batch.size, batch.base.contiguous(), paths)
+
+
+def attention(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    plan: Plan,
+    scale: float,
+    window: int | None = None,
+    first: int = 0,
+    cap: float = 0.0,
+) -> Tensor:
+    """q (tokens, heads, head_dim); keys, values (kv_heads, blocks, size, head_dim) -> q's shape and dtype."""
+    library = native()
+    assert library is not None, "the table offers this only where the library is built"
+    kv_heads, blocks, size, dim = keys.shape
+    wide = q.float().contiguous()
+    out = torch.empty_like(wide)
+    library.attention(
+        out.data_ptr(),
+        wide.data_ptr(),
+        keys.data_ptr(),
+        values.data_ptr(),
+        q.shape[1],
+        kv_heads,
+        dim,
+        blocks * size,
+        POOLS[keys.dtype],
+        plan.units.data_ptr(),
+        len(plan.units),
+        plan.prefix.data_ptr(),
+        plan.table.data_ptr(),
+        plan.table.shape[1],
+        plan.size,
+        plan.base.data_ptr(),
+        0 if plan.paths is None else plan.paths.data_ptr(),
+        0 if plan.paths is None else plan.paths.shape[1],
+        scale,
+        cap,
+        window or 0,
+        first,
+        torch.get_num_threads(),
+    )
+    return out.to(q.dtype)

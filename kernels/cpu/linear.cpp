@@ -1,0 +1,262 @@
+// A linear layer straight from packed weights, and the packing's definition. kernels/cpu/linear.py packs.
+//
+// Every output is one chain: acc = fma(w[k], x[k], acc) for k = 0, 1, … in order, where w[k] is the weight in float32
+// exactly as its scheme defines it. So a row's bits depend on neither rows, tiles, threads nor on whether weights were
+// expanded first, and equal those of the same weights packed as float32.
+#include "ops.h"
+#include "runtime/pool.h"
+#include "tile.h"
+
+namespace LLMX_ISA {
+namespace {
+
+constexpr int SUPER = 256;  // inputs that share a d where groups have small scales
+constexpr int PANEL = 256;  // inputs whose weights are expanded at a time: 16 KiB
+constexpr int FEW = MOST_ROWS < 4 ? MOST_ROWS : 4;  // up to so many rows, expanding weights first costs more than it saves
+
+// The sections of a block of 16 outputs, one after the other; of each group (or 256 inputs) 16 lanes:
+//   codes: per group 4 (4 bits) or 8 (8 bits) vectors of 16 dwords. Dword n of vector i holds inputs 4i … 4i+3 of
+//          output n, a byte each; with 4 bits in the bytes' low halves, and inputs 16+4i … in their high halves.
+//   SMALL: a byte for the scale, then (MIN) a byte for the minimum, of each 32 or 16 inputs; then d and e as float16
+//          of each 256. Else d (and with MIN m) as float16 of each 32.
+// A weight is (d * scale) * code - e * minimum, or d * code + m.
+template <int BITS, bool SIGNED, bool SMALL, bool FINE, bool MIN>
+struct Packed {
+  static constexpr int CODES = BITS == 4 ? 256 : 512;
+  const uint8_t *codes, *scales, *minima, *d, *e;
+  F scale, minimum;
+
+  LLMX_INLINE Packed(const uint8_t* block, int64_t inputs) {
+    const int64_t groups = inputs / GROUP, supers = (inputs + SUPER - 1) / SUPER;
+    const int64_t small = SMALL ? groups * (FINE ? 2 : 1) * LANES : 0;
+    const int64_t halves = (SMALL ? supers : groups) * 2 * LANES;
+    codes = block;
+    scales = codes + groups * CODES;
+    minima = scales + small;
+    d = minima + (MIN ? small : 0);
+    e = d + halves;
+  }
+  LLMX_INLINE void begin(int64_t group, int part) {  // part: the half of a group that begins
+    if (part == 1 && !(SMALL && FINE)) return;
+    if constexpr (SMALL) {
+      const int64_t at = (FINE ? 2 * group + part : group) * LANES, super = group / (SUPER / GROUP) * 2 * LANES;
+      scale = mul(MIN ? load_bytes(scales + at) : load_signed(scales + at), load_half(d + super));
+      if constexpr (MIN) minimum = mul(mul(load_bytes(minima + at), load_half(e + super)), all(-1.0f));
+    } else {
+      scale = load_half(d + group * 2 * LANES);
+      if constexpr (MIN) minimum = load_half(e + group * 2 * LANES);
+    }
+  }
+  // Of input 16 * part + 4 * i + byte of the group.
+  LLMX_INLINE F weight(int64_t group, int part, int i, int byte) const {
+    const int vector = BITS == 4 ? i : 4 * part + i, shift = 8 * byte + (BITS == 4 ? 4 * part : 0);
+    const I words = load_words(codes + group * CODES + 64 * vector);
+    const I code = SIGNED ? right_signed(left(words, 32 - BITS - shift), 32 - BITS)
+                          : both(right(words, shift), (1 << BITS) - 1);
+    const F value = mul(to_float(code), scale);
+    if constexpr (MIN) return add(value, minimum);
+    return value;
+  }
+};
+
+enum class Number { single, half, bfloat };
+
+// Plain numbers: 16 lanes of each input, one after the other.
+template <Number KIND>
+struct Plain {
+  const uint8_t* at;
+  LLMX_INLINE Plain(const uint8_t* block, int64_t) : at(block) {}
+  LLMX_INLINE void begin(int64_t, int) {}
+  LLMX_INLINE F weight(int64_t group, int part, int i, int byte) const {
+    const int64_t input = group * GROUP + 16 * part + 4 * i + byte;
+    if constexpr (KIND == Number::single) return load(reinterpret_cast<const float*>(at) + input * LANES);
+    if constexpr (KIND == Number::half) return load_half(at + input * 2 * LANES);
+    return load_bfloat(at + input * 2 * LANES);
+  }
+};
+
+struct Job {
+  const uint8_t* packed;
+  int64_t block_bytes, inputs, outputs, rows;
+  const float* x;  // (rows, inputs)
+  float* out;      // (rows, stride)
+  int64_t stride;
+  const float* bias;
+  int64_t wide;  // blocks in a task
+};
+
+LLMX_INLINE void finish(const Job& job, F sum, int64_t row, int64_t block) {
+  const int64_t at = block * LANES, left = job.outputs - at;
+  float* to = job.out + row * job.stride + at;
+  if (left >= LANES) {
+    store(to, job.bias ? add(sum, load(job.bias + at)) : sum);
+    return;
+  }
+  float lanes[LANES];
+  store(lanes, sum);
+  for (int64_t i = 0; i < left; ++i) to[i] = job.bias ? lanes[i] + job.bias[at + i] : lanes[i];
+}
+
+template <class Source, int R, int BLOCKS>
+void tile(const Job& job, int64_t row, int64_t block) {
+  const auto at = [&](int64_t b) __attribute__((always_inline)) {
+    return Source(job.packed + (block + b) * job.block_bytes, job.inputs);
+  };
+  F sums[R][BLOCKS];
+  for (int r = 0; r < R; ++r)
+    for (int b = 0; b < BLOCKS; ++b) sums[r][b] = zero();
+  if constexpr (BLOCKS == 4) {
+    Source sources[4] = {at(0), at(1), at(2), at(3)};
+    accumulate<Source, R, 4>(sources, job.x + row * job.inputs, job.inputs, 0, job.inputs, 0, sums);
+  } else if constexpr (BLOCKS == 2) {
+    Source sources[2] = {at(0), at(1)};
+    accumulate<Source, R, 2>(sources, job.x + row * job.inputs, job.inputs, 0, job.inputs, 0, sums);
+  } else {
+    Source sources[1] = {at(0)};
+    accumulate<Source, R, 1>(sources, job.x + row * job.inputs, job.inputs, 0, job.inputs, 0, sums);
+  }
+  for (int r = 0; r < R; ++r)
+    for (int b = 0; b < BLOCKS; ++b) finish(job, sums[r][b], row + r, block + b);
+}
+
+// With few rows several blocks go side by side: one chain of fmas waits for itself.
+template <class Source, int R>
+void rows_of(const Job& job, int64_t row, int64_t block, int64_t end) {
+  constexpr int BLOCKS = R == 1 ? 4 : R == 2 ? 2 : 1;
+  for (; block + BLOCKS <= end; block += BLOCKS) tile<Source, R, BLOCKS>(job, row, block);
+  for (; block < end; ++block) tile<Source, R, 1>(job, row, block);
+}
+
+template <class Source, int R>
+LLMX_INLINE void choose_rows(const Job& job, int64_t rows, int64_t row, int64_t block, int64_t end) {
+  if (rows == R) return rows_of<Source, R>(job, row, block, end);
+  if constexpr (R > 1) choose_rows<Source, R - 1>(job, rows, row, block, end);
+}
+
+template <class Source>
+void few(void* context, int64_t task, int) {
+  const Job& job = *static_cast<const Job*>(context);
+  const int64_t blocks = (job.outputs + LANES - 1) / LANES, block = task * job.wide;
+  choose_rows<Source, FEW>(job, job.rows, 0, block, block + job.wide < blocks ? block + job.wide : blocks);
+}
+
+template <int R>
+void panel(const Job& job, const float* weights, float* sums, int64_t row, int64_t first, int64_t last,
+           int64_t block) {
+  F acc[R][1];
+  for (int r = 0; r < R; ++r) acc[r][0] = first ? load(sums + (row + r) * LANES) : zero();
+  Strided sources[1] = {{weights, LANES}};
+  accumulate<Strided, R, 1>(sources, job.x + row * job.inputs, job.inputs, first, last, first, acc);
+  for (int r = 0; r < R; ++r) {
+    if (last == job.inputs)
+      finish(job, acc[r][0], row + r, block);
+    else
+      store(sums + (row + r) * LANES, acc[r][0]);
+  }
+}
+
+template <int R>
+LLMX_INLINE void choose_panel(const Job& job, int64_t rows, const float* weights, float* sums, int64_t row,
+                              int64_t first, int64_t last, int64_t block) {
+  if (rows == R) return panel<R>(job, weights, sums, row, first, last, block);
+  if constexpr (R > 1) choose_panel<R - 1>(job, rows, weights, sums, row, first, last, block);
+}
+
+template <class Source>
+void expand(Source source, int64_t first, int64_t last, float* to) {
+  for (int64_t k0 = first; k0 < last; k0 += GROUP) {
+    const int64_t group = k0 / GROUP;
+    float* at = to + (k0 - first) * LANES;
+    each_input(
+        last - k0 < GROUP ? static_cast<int>(last - k0) : GROUP,
+        [&](int part) __attribute__((always_inline)) { source.begin(group, part); },
+        [&](int k, int part, int i, int byte) __attribute__((always_inline)) {
+          store(at + k * LANES, source.weight(group, part, i, byte));
+        });
+  }
+}
+
+inline int64_t tiles_of(int64_t rows) { return (rows + MOST_ROWS - 1) / MOST_ROWS; }
+
+// Many rows: weights in float32 for PANEL inputs at a time, which all rows then use from the first-level cache.
+template <class Source>
+void many(void* context, int64_t block, int thread) {
+  const Job& job = *static_cast<const Job*>(context);
+  const int64_t bytes = static_cast<int64_t>(sizeof(float)) * LANES * (PANEL + job.rows);
+  float* weights = static_cast<float*>(llmx_pool::scratch(thread, bytes));
+  float* sums = weights + PANEL * LANES;
+  const Source source(job.packed + block * job.block_bytes, job.inputs);
+  const int64_t tiles = tiles_of(job.rows);
+  for (int64_t first = 0; first < job.inputs; first += PANEL) {
+    const int64_t last = first + PANEL < job.inputs ? first + PANEL : job.inputs;
+    expand(source, first, last, weights);
+    for (int64_t t = 0; t < tiles; ++t) {
+      const int64_t row = job.rows * t / tiles, next = job.rows * (t + 1) / tiles;
+      choose_panel<MOST_ROWS>(job, next - row, weights, sums, row, first, last,
+                              block);
+    }
+  }
+}
+
+template <class Source>
+void run(Job& job, int threads) {
+  const int64_t blocks = (job.outputs + LANES - 1) / LANES;
+  if (job.rows > FEW) return llmx_pool::each(many<Source>, &job, blocks, threads);
+  job.wide = blocks / (8 * threads) < 4 ? 4 : blocks / (8 * threads) / 4 * 4;
+  llmx_pool::each(few<Source>, &job, (blocks + job.wide - 1) / job.wide, threads);
+}
+
+template <class Source>
+void expand_all(float* out, const uint8_t* packed, int64_t block_bytes, int64_t inputs, int64_t outputs) {
+  for (int64_t block = 0; block * LANES < outputs; ++block) {
+    const Source source(packed + block * block_bytes, inputs);
+    for (int64_t first = 0; first < inputs; first += PANEL) {
+      const int64_t last = first + PANEL < inputs ? first + PANEL : inputs;
+      float weights[PANEL * LANES];
+      expand(source, first, last, weights);
+      for (int64_t n = 0; n < LANES && block * LANES + n < outputs; ++n)
+        for (int64_t k = first; k < last; ++k)
+          out[(block * LANES + n) * inputs + k] = weights[(k - first) * LANES + n];
+    }
+  }
+}
+
+// In the order of kernels/cpu/linear.py's FORMATS.
+#define LLMX_SOURCES(USE)                          \
+  USE(0, Plain<Number::single>)                    \
+  USE(1, Plain<Number::half>)                      \
+  USE(2, Plain<Number::bfloat>)                    \
+  USE(3, Packed<4, true, false, false, false>)     \
+  USE(4, Packed<4, false, false, false, true>)     \
+  USE(5, Packed<4, false, true, false, true>)      \
+  USE(6, Packed<8, true, false, false, false>)     \
+  USE(7, Packed<8, true, false, false, true>)      \
+  USE(8, Packed<8, true, true, false, true>)       \
+  USE(9, Packed<8, true, true, true, false>)       \
+  USE(10, Packed<8, true, true, true, true>)       \
+  USE(11, Packed<8, true, true, false, false>)
+
+}  // namespace
+
+void linear_packed(float* out, int64_t stride, const float* x, int64_t rows, int64_t inputs, const uint8_t* packed,
+                   int64_t block_bytes, int64_t outputs, int32_t format, const float* bias, int32_t threads) {
+  Job job{packed, block_bytes, inputs, outputs, rows, x, out, stride, bias, 0};
+  switch (format) {
+#define LLMX_RUN(number, ...) \
+  case number:                \
+    return run<__VA_ARGS__>(job, threads);
+    LLMX_SOURCES(LLMX_RUN)
+  }
+}
+
+void unpack_linear(float* out, const uint8_t* packed, int64_t block_bytes, int64_t inputs, int64_t outputs,
+                   int32_t format) {
+  switch (format) {
+#define LLMX_EXPAND(number, ...) \
+  case number:                   \
+    return expand_all<__VA_ARGS__>(out, packed, block_bytes, inputs, outputs);
+    LLMX_SOURCES(LLMX_EXPAND)
+  }
+}
+
+}  // namespace LLMX_ISA

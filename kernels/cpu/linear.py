@@ -1,0 +1,115 @@
+"""Linear layers straight from packed weights, and the packing. `linear.cpp` says what lies where."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from llmx.kernels.cpu import native
+from llmx.kernels.cpu.memory import take
+
+LANES = 16  # outputs in a block
+FORMATS = {
+    **{"F32": 0, "F16": 1, "BF16": 2},
+    **{"q4": 3, "q4+m": 4, "q4*s-m": 5, "q8": 6, "q8+m": 7, "q8*s-m": 8, "q8*f": 9, "q8*f-m": 10, "q8*s": 11},
+}
+DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+
+
+def packed_bytes(layout: str, n_in: int) -> int:
+    """Of a block of 16 outputs."""
+    if layout in DTYPES.values():
+        return n_in * LANES * (4 if layout == "F32" else 2)
+    groups, supers = n_in // 32, -(-n_in // 256)
+    bits, _, small = layout[1:].partition("*")
+    minimum = layout.endswith("m")
+    codes = groups * LANES * 32 * int(bits[0]) // 8
+    if not small:
+        return codes + (1 + minimum) * groups * 2 * LANES
+    each = groups * (2 if small[0] == "f" else 1) * LANES
+    return codes + (1 + minimum) * (each + supers * 2 * LANES)
+
+
+def new_packed(layout: str, n_out: int, n_in: int) -> Tensor:
+    """(blocks, bytes) uint8, zeros, for `pack_codes` or `pack_numbers`."""
+    blocks, size = -(-n_out // LANES), packed_bytes(layout, n_in)
+    return take(blocks * size).view(blocks, size)
+
+
+def pack_numbers(packed: Tensor, weight: Tensor) -> None:
+    """weight (n_out, n_in), float32, float16 or bfloat16 -> the blocks of the layout DTYPES[weight.dtype]."""
+    blocks = _filled(weight).unflatten(0, (-1, LANES)).transpose(1, 2)  # (blocks, n_in, 16)
+    packed.view(weight.dtype).view(blocks.shape).copy_(blocks)
+
+
+def pack_codes(
+    packed: Tensor,
+    layout: str,
+    codes: Tensor,
+    d: Tensor,
+    e: Tensor | None = None,
+    scales: Tensor | None = None,
+    minima: Tensor | None = None,
+) -> None:
+    """codes (n_out, n_in) int8 or uint8; d, e (n_out, units) float16; scales, minima (n_out, groups) bytes.
+
+    A weight is (d * scale) * code - e * minimum; without scales d * code + e. A unit is 32 inputs, or 256 with scales.
+    """
+    words = _filled(codes).view(torch.uint8).unflatten(1, (-1, 2, 16))  # (n_out, groups, halves, 16)
+    if layout.startswith("q4"):
+        words = (words[:, :, 0] & 15 | words[:, :, 1] << 4)[:, :, None]
+    dwords = words.flatten(1).contiguous().view(torch.int32).unflatten(1, (codes.shape[1] // 32, -1))
+    vectors = dwords.unflatten(0, (-1, LANES)).permute(0, 2, 3, 1)  # (blocks, groups, vectors, 16)
+    at = 0
+    for section in (vectors, *(_lanes(part) for part in (scales, minima, d, e) if part is not None)):
+        size = section[0].numel() * section.element_size()
+        packed[:, at : at + size].view(section.dtype).copy_(section.flatten(1))
+        at += size
+    assert at == packed.shape[1], "a section is missing"
+
+
+def _filled(rows: Tensor) -> Tensor:
+    """With rows of zeros up to a whole block."""
+    missing = -rows.shape[0] % LANES
+    return torch.nn.functional.pad(rows, (0, 0, 0, missing)) if missing else rows
+
+
+def _lanes(part: Tensor) -> Tensor:
+    """(n_out, n) -> (blocks, n, 16)"""
+    return _filled(part).unflatten(0, (-1, LANES)).transpose(1, 2)
+
+
+def linear_packed(x: Tensor, packed: Tensor, layout: str, n_out: int, bias: Tensor | None) -> Tensor:
+    """x (rows, n_in) -> (rows, n_out) in x.dtype; computed in float32, rounded once. bias: (n_out,) float32 or None.
+
+    Each output is one chain of fused multiply-adds over the inputs in order, whatever the rows, tiles and threads.
+    """
+    library = native()
+    assert library is not None, "the table offers this only where the library is built"
+    rows, n_in = x.shape
+    wide = x.float().contiguous()
+    out = torch.empty(rows, n_out, dtype=torch.float32)
+    if rows:
+        library.linear_packed(
+            out.data_ptr(),
+            n_out,
+            wide.data_ptr(),
+            rows,
+            n_in,
+            packed.data_ptr(),
+            packed.shape[1],
+            n_out,
+            FORMATS[layout],
+            0 if bias is None else bias.data_ptr(),
+            torch.get_num_threads(),
+        )
+    return out.to(x.dtype)
+
+
+def unpack_linear(packed: Tensor, layout: str, n_out: int, n_in: int) -> Tensor:
+    """The weights, (n_out, n_in) float32, bit for bit as the scheme that was packed defines them."""
+    library = native()
+    assert library is not None, "the table offers this only where the library is built"
+    out = torch.empty(n_out, n_in, dtype=torch.float32)
+    library.unpack_linear(out.data_ptr(), packed.data_ptr(), packed.shape[1], n_in, n_out, FORMATS[layout])
+    return out
