@@ -4,8 +4,8 @@ usage: python benchmarks/eval_llama_cpp.py --perplexity PATH/llama-perplexity --
 
 For each model, with the text's first --chunks windows of 512 tokens:
 
-  as stored  perplexity of the file in both tools: llama.cpp multiplies with activations in 8 bits where llmx's reference
-             kernels use 32, so they may differ, within the standard error
+  as stored  perplexity of the file in both tools: llama.cpp multiplies with activations in 8 bits where llmx's
+             reference kernels use 32, so they may differ, within the standard error
   files      KL divergence from llama-perplexity's two logits files alone (the weights as F32, and the file as stored),
              against what its --kl-divergence says of them: the measure without the models
   exact      KL divergence of the same weights rounded to Q4_0, both sets written as F32, F32 cache: the measure with
