@@ -13,6 +13,7 @@ from typer.core import TyperGroup
 from llmx import __version__
 from llmx.commands.bench import bench
 from llmx.commands.chat import chat
+from llmx.commands.compare import compare
 from llmx.commands.env import env
 from llmx.commands.eval import eval as evaluate
 from llmx.commands.generate import generate
@@ -88,7 +89,7 @@ def llmx(
     """Run, serve and benchmark open LLMs. A command given no model uses `demo`."""
 
 
-for command in (generate, chat, serve, bench, evaluate, pull, env):
+for command in (generate, chat, serve, bench, evaluate, compare, pull, env):
     app.command()(configurable(command))
 
 
