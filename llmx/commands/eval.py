@@ -192,7 +192,9 @@ def _model(config: EngineConfig) -> Model:
     return Model(config, located, open_tokenizer(located))
 
 
-def _publish(found: Findings, gates: tuple[Gate, ...], defaulted: bool, started: datetime, path: Path | None) -> None:
+def _publish(
+    name: str, found: Findings, gates: tuple[Gate, ...], defaulted: bool, started: datetime, path: Path | None
+) -> None:
     """The report, the verdicts on the gates in it; then what they say."""
     from rich.console import Console
 
