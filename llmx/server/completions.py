@@ -127,6 +127,9 @@ class CompletionReply(Reply):
         """Prompt log-probabilities with as many alternatives as `logprobs` says; `prompt_logprobs` may want more."""
         return [one and replace(one, top=one.top[: self.body.logprobs]) for one in known]
 
+    def pieces(self, index: int, delta: Delta) -> list[dict[str, Any]]:
+        return [self.piece(index, delta)] if self.says(delta) else []
+
     def piece(self, index: int, delta: Delta) -> dict[str, Any]:
         shape = {
             "index": index,

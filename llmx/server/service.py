@@ -17,6 +17,7 @@ from llmx.config import Metrics
 from llmx.core import SamplingParams
 from llmx.errors import LlmxError, RequestError
 from llmx.server.admission import Admission, Overloaded, Place
+from llmx.server.dialect import Dialect
 from llmx.server.generation import Generation, unless_gone
 from llmx.server.keys import Key
 from llmx.server.sampling import SamplingFields
@@ -51,6 +52,7 @@ class Service:
         self.names = (*self.public, named)
         self.created = int(time.time())
         self.defaults = settings.defaults
+        self.dialect = Dialect(self.tokenizer, settings.tool_call_parser, settings.reasoning_parser)
         self.live: set[Generation] = set()
         info = llm.info
         waiting = max(LEAST_QUEUE, QUEUE_PER_SEAT * info.max_num_seqs)

@@ -24,7 +24,9 @@ class ServerSettings:
     SamplingParams that stand for what a request leaves out. keep_alive_seconds: between comments in a silent stream.
     queue_seconds: how long a request may wait for its first step; request_seconds: and how long it may take in all;
     None: for ever. allowed_hosts: names by which clients may call the server (`hosts.Hosts`). share_cache: whether
-    requests with different keys may share cached prefixes.
+    requests with different keys may share cached prefixes. tool_call_parser, reasoning_parser: how the model writes
+    calls and thoughts: "auto" as its chat template tells, "off", or the name of a format (`server/tools`,
+    `server/thoughts.py`).
     """
 
     host: str = "127.0.0.1"
@@ -43,6 +45,8 @@ class ServerSettings:
     request_seconds: float | None = None
     allowed_hosts: tuple[str, ...] = ()
     share_cache: bool = False
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:

@@ -168,7 +168,11 @@ def test_messages_that_make_no_conversation_are_refused(server: Running, message
     "messages",
     [
         [USER, {"role": "assistant", "content": ""}, USER],
-        [USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}, {"role": "tool", "content": "5"}],
+        [
+            USER,
+            {"role": "assistant", "content": None, "tool_calls": [CALL]},
+            {"role": "tool", "content": "5", "tool_call_id": "1"},
+        ],
         [{"role": "system", "content": "Be brief."}, USER | {"name": "Ann"}],
         [{"role": "user", "content": [{"type": "text", "text": "<|end|>"}]}],
     ],
