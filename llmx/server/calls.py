@@ -160,7 +160,6 @@ class Format:
     template has no variable `tools`.
     """
 
-    name: str
     markers: tuple[str, ...]
     reader: Callable[[Collection[str], bool], Reader]
     around: Callable[[str], tuple[str, str]]

@@ -18,7 +18,6 @@ from llmx.templates import ChatTemplate
 if TYPE_CHECKING:
     from llmx.tokenizer import Tokenizer
 
-OFF = "off"
 TAIL = 16  # tokens of a prompt that may hold the mark that thoughts begin with
 MOST_LOCATED = 16  # tools that are looked at one by one where together they are refused
 
@@ -33,8 +32,8 @@ class Dialect:
         self._template = tokenizer.template if isinstance(tokenizer.template, ChatTemplate) else None
         source = self._template.for_tools.source if self._template else ""
         source = source if isinstance(source, str) else ""
-        self._off = tool_parser == OFF
-        self.format: Format | None = None if self._off else tools.find(tool_parser, source)
+        self._off = tool_parser == tools.OFF
+        self.format: Format | None = tools.find(tool_parser, source)
         self.marks = find_marks(reasoning_parser, source)
         self._tokenizer = tokenizer
         self._specials = {tokenizer.token(token): token for token in sorted(tokenizer.special_ids)}

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from llmx.detokenizer import StopStrings
-from llmx.errors import UsageError
 from llmx.server.scanning import SPACE
+from llmx.server.settings import MARKS, check_parser
 
-MARKS = {"think": ("<think>", "</think>"), "mistral": ("[THINK]", "[/THINK]")}
 BEFORE, INSIDE, AFTER = range(3)
 
 
@@ -20,15 +19,11 @@ class Thought:
 
 
 def find_marks(name: str, template: str) -> tuple[str, str] | None:
-    """What stands around thoughts. "auto": the pair that the template's source has, if any. UsageError."""
+    """What stands around thoughts, None for "off". "auto": the pair that the template's source has, if any."""
+    check_parser(name)
     if name == "auto":
         return next((pair for pair in MARKS.values() if pair[0] in template and pair[1] in template), None)
-    if name == "off":
-        return None
-    if name not in MARKS:
-        known = ", ".join(["auto", "off", *MARKS])
-        raise UsageError(f"--reasoning-parser {name[:80]!r} does not exist; there are {known}.")
-    return MARKS[name]
+    return MARKS.get(name)
 
 
 class ThoughtParser:

@@ -1,5 +1,5 @@
-"""Ways to write tool calls, a file each. The folder is the registry: `NAME`, `detect` (does this chat template ask for
-them?) and `build` (the format, by the template) in a file are all there is to add.
+"""Ways to write tool calls, a file each. The folder is the registry: a file's name is the format's, and `detect` (does
+this chat template ask for it?) and `build` (the format, by the template) are all there is to write.
 """
 
 from __future__ import annotations
@@ -8,25 +8,35 @@ import importlib
 import pkgutil
 from functools import cache
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 from llmx.errors import UsageError
-from llmx.server.calls import Format
+
+if TYPE_CHECKING:
+    from llmx.server.calls import Format
+
+AUTO, OFF = "auto", "off"
+
+
+def check_name(name: str) -> None:
+    """UsageError if it is neither a format nor "auto" nor "off"."""
+    known = [AUTO, OFF, *sorted(m.name for m in pkgutil.iter_modules(__path__))]
+    if name not in known:
+        raise UsageError(f"--tool-call-parser {name[:80]!r} does not exist; there are {', '.join(known)}.")
 
 
 @cache
 def formats() -> dict[str, ModuleType]:
-    """Every file of this folder, by its NAME."""
-    files = (importlib.import_module(f"{__name__}.{m.name}") for m in pkgutil.iter_modules(__path__))
-    return {file.NAME: file for file in files}
+    """Every file of this folder, by name."""
+    return {m.name: importlib.import_module(f"{__name__}.{m.name}") for m in pkgutil.iter_modules(__path__)}
 
 
 def find(name: str, template: str) -> Format | None:
-    """The format `name`; with "auto" the one that the template's source shows, None for none. UsageError."""
-    if name == "auto":
+    """The format `name`, None for "off"; with "auto" the one that the template's source shows, None for none."""
+    check_name(name)
+    found = formats().get(name)
+    if name == AUTO:
         found = next((file for file in formats().values() if file.detect(template)), None)
-    elif (found := formats().get(name)) is None:
-        known = ", ".join(["auto", "off", *sorted(formats())])
-        raise UsageError(f"--tool-call-parser {name[:80]!r} does not exist; there are {known}.")
     if found is None:
         return None
     built: Format = found.build(template)

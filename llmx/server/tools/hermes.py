@@ -6,7 +6,6 @@ import re
 
 from llmx.server.calls import Format, JsonCalls
 
-NAME = "hermes"
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 JSON = re.compile(r'"arguments\\?"')  # others write XML between the same marks
 
@@ -17,7 +16,6 @@ def detect(template: str) -> bool:
 
 def build(template: str) -> Format:
     return Format(
-        name=NAME,
         markers=(OPEN,),
         ends=(CLOSE,),
         reader=lambda names, bare: JsonCalls(CLOSE),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from llmx.server.calls import Format, JsonCalls
 
-NAME = "llama3_json"
 TAG = "<|python_tag|>"
 
 
@@ -14,7 +13,6 @@ def detect(template: str) -> bool:
 
 def build(template: str) -> Format:
     return Format(
-        name=NAME,
         markers=(TAG,),
         reader=lambda names, bare: JsonCalls(separator=";", known=names if bare else None),
         around=lambda name: (f'{{"name": "{name}", "parameters": ', "}"),

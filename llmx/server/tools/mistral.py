@@ -10,7 +10,6 @@ from typing import Any
 from llmx.server.calls import Format, JsonCalls, Reader
 from llmx.server.scanning import SPACE, Malformed, Scanner
 
-NAME = "mistral"
 TAG, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 HEAD = re.compile(r"\s*([A-Za-z0-9_.-]{1,64})\s*(?:\[CALL_ID\][A-Za-z0-9]*)?(?:\[ARGS\])?")
 LONGEST_HEAD = 256
@@ -25,7 +24,6 @@ def build(template: str) -> Format:
     new = ARGS in template
     list_body = '"[" {0} (", " {0})* "]"'
     return Format(
-        name=NAME,
         markers=(TAG,),
         inside=(ARGS, CALL_ID),
         reader=lambda names, bare: Either(),

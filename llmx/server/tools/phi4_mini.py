@@ -8,7 +8,6 @@ from typing import Any
 
 from llmx.server.calls import Format, JsonCalls
 
-NAME = "phi4_mini"
 OPEN, CLOSE = "<|tool_call|>", "<|/tool_call|>"
 
 
@@ -18,7 +17,6 @@ def detect(template: str) -> bool:
 
 def build(template: str) -> Format:
     return Format(
-        name=NAME,
         markers=(OPEN,),
         ends=(CLOSE,),
         reader=lambda names, bare: JsonCalls(CLOSE),
