@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,7 +21,9 @@ from llmx.loading import CheckpointWeights, RandomWeights, Shard
 from llmx.models import Opened, open_model, random_shape
 from llmx.parallel.group import Alone, Group
 from llmx.scheduler import Limits
-from llmx.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    from llmx.tokenizer import Tokenizer
 
 RANDOM = "random:"
 GIB = 2**30
@@ -84,7 +86,7 @@ def build_engine(
         kv_dtype=kv_dtype,
         device=device,
         prefix_caching=config.prefix_caching,
-        tokenizer=None if located is None else partial(load_tokenizer, located),
+        tokenizer=None if located is None else partial(_tokenizer, located),
     )
     for op in ("linear", "philox_uniform"):  # named in the report even before anybody asks for them
         kernels.get(op)
@@ -111,6 +113,12 @@ def build_engine(
         load_seconds=time.monotonic() - began,
     )
     return engine, info
+
+
+def _tokenizer(located: Located) -> Tokenizer:
+    from llmx.tokenizer import load_tokenizer  # a library of its own, which only requests with a grammar need here
+
+    return load_tokenizer(located)
 
 
 def _agreed(group: Group, fit: Fit | None, kv_groups: int, device: torch.device) -> Fit:

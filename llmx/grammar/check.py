@@ -18,7 +18,6 @@ MOST_COMPOSED = 4 * 64 * 1024  # bytes of a grammar that holds several schemas
 CHECK_SECONDS = 10.0
 AT_ONCE = 2  # processes that check
 REMEMBERED = 1024  # grammars that were found good, by their hashes
-FORMS = {"gbnf", "grammar"}
 
 _slots = threading.BoundedSemaphore(AT_ONCE)
 _lock = threading.Lock()
@@ -54,7 +53,7 @@ def from_grammar(text: str, *, param: str = "grammar") -> str:
 
 def _ask(form: str, text: str, param: str) -> str:
     """The grammar that the other process made of it, after it was found good."""
-    key = hashlib.blake2b(f"{form}:{text}".encode("utf-8", "surrogatepass"), digest_size=32).digest()
+    key = _key(form, text)
     with _lock:
         if key in _good:
             _good.move_to_end(key)
@@ -65,9 +64,14 @@ def _ask(form: str, text: str, param: str) -> str:
     made = str(answer["grammar"])
     with _lock:
         _good[key] = "" if made == text else made
+        _good[_key("check", made)] = ""
         while len(_good) > REMEMBERED:
             _good.popitem(last=False)
     return made
+
+
+def _key(form: str, text: str) -> bytes:
+    return hashlib.blake2b(f"{form}:{text}".encode("utf-8", "surrogatepass"), digest_size=32).digest()
 
 
 def _run(question: dict[str, str], param: str) -> dict[str, Any]:
