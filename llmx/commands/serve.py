@@ -116,8 +116,8 @@ def serve(
         str,
         typer.Option(
             "--tool-call-parser",
-            help="How the model writes tool calls: auto (as its chat template tells), off, hermes, llama3_json, mistral, "
-            "granite or phi4_mini.",
+            help="How the model writes tool calls: auto (as its chat template tells), off, hermes, llama3_json, "
+            "mistral, granite or phi4_mini.",
             rich_help_panel=_SERVER,
         ),
     ] = "auto",
