@@ -161,7 +161,8 @@ async def completions(service: Service, request: Request) -> Response:
     """Checks everything, opens the generation, answers. Raises LlmxError before a byte is sent."""
     body = await read(request, CompletionRequest, service.settings.max_body_bytes)
     service.check_model(body.model)
-    params, given = body.params(service.defaults), prompts(body.prompt)
+    given = prompts(body.prompt)
+    params = await body.apart(lambda: body.params(service.defaults))
     encoded = await asyncio.to_thread(_encoded, service, given)
     service.note_unknown(body)
     texts = TokenTexts(service.tokenizer, params.skip_special_tokens)
