@@ -124,6 +124,15 @@ class Anatomy:
     def kv_heads(self) -> int:
         return self.layers[0].attention.kv_heads
 
+    @cached_property
+    def embedding(self) -> Matrix:
+        return next(matrix for matrix in self.ends if matrix.kind == "embedding")
+
+    @cached_property
+    def head(self) -> Matrix:
+        """The matrix that gives logits: the embedding's, if the two are tied."""
+        return next((matrix for matrix in self.ends if matrix.kind == "head"), self.embedding)
+
     @property
     def latent(self) -> bool:
         return self.layers[0].attention.latent
@@ -193,5 +202,3 @@ class Anatomy:
 
 def vector(name: str, width: int, kind: str = "norm") -> Matrix:
     return Matrix(name, kind, width, 1)
-
-

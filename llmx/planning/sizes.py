@@ -95,7 +95,7 @@ def held(matrix: Matrix, anatomy: Anatomy, hardware: Hardware) -> int:
     """Bytes of a matrix in memory. Embeddings are looked up as they are stored."""
     if hardware.held is None or matrix.kind == "embedding":
         return matrix.nbytes(PLAIN[anatomy.dtype])
-    return matrix.parameters * hardware.held
+    return int(matrix.parameters * hardware.held)
 
 
 def share(matrix: Matrix, anatomy: Anatomy, layout: Layout) -> float:
@@ -105,20 +105,15 @@ def share(matrix: Matrix, anatomy: Anatomy, layout: Layout) -> float:
     return float(matrix.share(layout.tp, anatomy.kv_heads))
 
 
-def head(anatomy: Anatomy) -> Matrix:
-    """The matrix that gives logits: the embedding's, if the two are tied."""
-    return anatomy.ends[0] if anatomy.tied else anatomy.ends[-1]
-
-
 def ends_bytes(anatomy: Anatomy, layout: Layout, hardware: Hardware) -> tuple[int, int]:
     """On the first stage and on the last: embedding, last norm and head. One stage has a tied matrix once, if it is
     held as it is stored; else the head is a copy."""
     part = 1 / layout.tp
-    first = held(anatomy.ends[0], anatomy, hardware) * part
-    top = head(anatomy)
+    first = held(anatomy.embedding, anatomy, hardware) * part
+    top = anatomy.head
     last = held(top, anatomy, hardware) * part
     if anatomy.tied and hardware.held is not None:
-        last = top.parameters * hardware.held * part
+        last = int(top.parameters * hardware.held) * part
     elif anatomy.tied and layout.pp == 1:
         last = 0.0
     rest = sum(held(m, anatomy, hardware) for m in anatomy.ends if m.n_in == 1)
