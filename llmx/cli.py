@@ -17,6 +17,7 @@ from llmx.commands.compare import compare
 from llmx.commands.env import env
 from llmx.commands.eval import eval as evaluate
 from llmx.commands.generate import generate
+from llmx.commands.plan import plan
 from llmx.commands.pull import pull
 from llmx.commands.serve import serve
 from llmx.commands.settings import configurable, explain
@@ -89,7 +90,7 @@ def llmx(
     """Run, serve and benchmark open LLMs. A command given no model uses `demo`."""
 
 
-for command in (generate, chat, serve, bench, evaluate, compare, pull, env):
+for command in (generate, chat, serve, bench, evaluate, compare, pull, plan, env):
     app.command()(configurable(command))
 
 
