@@ -214,7 +214,7 @@ def _engine(anatomy: Anatomy, layers: int, batch: int, length: int, kernels: Ker
 
 
 def _layer_products(anatomy: Anatomy, batch: int, prompt: int) -> tuple[float, float, float]:
-    """The engine's linears of a layer: bytes/s with `batch` rows, flops/s with `prompt` rows, bytes held of a weight."""
+    """The engine's linears of a layer: bytes/s with `batch` rows, flops/s with `prompt` rows, bytes of a weight."""
     shapes: dict[tuple[str, int, str], int] = {}
     for m in anatomy.layers[0].matrices:
         if m.n_in > 1 and m.kind not in ("router", "experts"):

@@ -99,7 +99,7 @@ class Layer:
 class Anatomy:
     """A model. `ends`: embedding, last norm, head. runs: whether this version of llmx can run the family.
 
-    dtype: of what no scheme stores otherwise. stored: the name of how it is stored. notes: what was left out of account.
+    dtype: of what no scheme stores otherwise. stored: the name of how it is stored. notes: what isn't counted.
     """
 
     name: str

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 from llmx.planning.anatomy import Anatomy, Layer, Matrix
 from llmx.planning.hardware import Hardware
@@ -88,7 +89,7 @@ def heads_fit(anatomy: Anatomy, ranks: int) -> bool:
 def stages(count: int, pp: int) -> list[slice]:
     """The layers of each stage: as even as can be, later ones smaller, since the last also has the head."""
     ends = [-(-count * i // pp) for i in range(pp + 1)]
-    return [slice(a, b) for a, b in zip(ends[:-1], ends[1:], strict=True)]
+    return [slice(a, b) for a, b in pairwise(ends)]
 
 
 def held(matrix: Matrix, anatomy: Anatomy, hardware: Hardware) -> int:
