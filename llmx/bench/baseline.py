@@ -32,7 +32,7 @@ class Transformers:
         gguf = {"gguf_file": located.path.name} if located.kind == "gguf" else {}
         folder = located.path.parent if gguf else located.path
         try:
-            loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), **gguf)
+            loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), **gguf)
         except (ImportError, OSError, ValueError, KeyError) as error:
             raise UsageError(f"transformers can't load {model}: {str(error).splitlines()[0]}") from error
         self.model: Any = loaded.to(device).eval()

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from llmx.bench.ceilings import Ceilings, Limit, limit, serving_limit, weights_as_computed
 from llmx.bench.clock import Client
-from llmx.bench.plan import Load, Plan, Point
+from llmx.bench.plan import SERVER, Load, Plan, Point
 from llmx.bench.records import Record, serving_figures
-from llmx.bench.remote import Server, delta_figures
+from llmx.bench.remote import COUNTERS, Server, delta_figures
 from llmx.bench.serving import engine_figures
 from llmx.bench.slo import goodput
 from llmx.bench.stats import nested, repetitions, share, spread
 from llmx.config import EngineInfo, Metrics
+from llmx.gates import figures as with_paths
 
 UNSTEADY = 0.05  # coefficient of variation over whole runs from which a figure is pointed out
 POINTED_OUT = (
@@ -46,7 +47,7 @@ class Run:
 
     def figures(self, load: Load) -> dict[str, Any]:
         """All figures of this run, flat under vLLM's names, and by paths."""
-        figures = load.facts(self.point) | serving_figures(self.records, self.point.concurrency)
+        figures: dict[str, Any] = {**load.facts(self.point), **serving_figures(self.records, self.point.concurrency)}
         figures["num_prompts"] = load.requests
         duration = figures["duration"]
         if isinstance(self.before, Metrics) and isinstance(self.after, Metrics):
@@ -91,6 +92,21 @@ class Findings:
     runs: list[Run] = field(default_factory=list)
     interrupted: bool = False
 
+    def names(self) -> list[str]:
+        """Paths of the figures that a whole run of the plan can have, for who wants to know before it."""
+        here = self.plan.load is None or self.plan.load.points[0].contender != SERVER
+        memory = dict.fromkeys(
+            ("peak_memory_bytes", "peak_device_memory_bytes" if here else "peak_process_memory_bytes")
+        )
+        counters: Metrics | dict[str, float] = Metrics(drafted_tokens=1) if here else dict.fromkeys(COUNTERS, 1.0)
+        none = type(counters)()
+        points = self.plan.load.points if self.plan.load is not None else ()
+        runs = [
+            Run(point, before=none, after=counters, memory=memory, gauges=() if here else (0.0,)) for point in points
+        ]
+        whole = replace(self, runs=runs * (self.plan.load.repeat if self.plan.load is not None else 1))
+        return [path for path, _ in with_paths(by_short_paths(whole.results()))]
+
     def results(self) -> dict[str, Any]:
         """The report's `results`: an entry for each part that was asked for. `serving` is the plan's first point, of a
         sweep its last; the others are in `sweep` and `contenders`."""
@@ -130,11 +146,7 @@ class Findings:
         means["client"]["client_bound"] = any(run["client"]["client_bound"] for run in runs)
         if len(runs) > 1:
             means["sd"] = deviations
-            means["unsteady"] = [
-                key
-                for key in deviations
-                if key.endswith(POINTED_OUT) and means[key] and deviations[key] > UNSTEADY * abs(means[key])
-            ]
+            means["unsteady"] = _unsteady(means, deviations)
             means["repeats"] = [
                 {key: value for key, value in run.items() if isinstance(value, int | float)} for run in runs
             ]  # fmt: skip
@@ -161,6 +173,16 @@ class Findings:
                 serving["total_output_tokens"], serving["output_throughput"],
             )  # fmt: skip
         return found
+
+
+def _unsteady(means: Mapping[str, Any], deviations: Mapping[str, Any]) -> list[str]:
+    keys = [key for key in deviations if key.endswith(POINTED_OUT) and not key.startswith("adj_")]
+    return [key for key in keys if means[key] and deviations[key] > UNSTEADY * abs(means[key])]
+
+
+def by_short_paths(results: Mapping[str, Any]) -> dict[str, Any]:
+    """Results as gates name them: a figure of `serving` also without that word."""
+    return {**results.get("serving", {}), **results}
 
 
 def compared(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:

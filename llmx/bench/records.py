@@ -137,7 +137,7 @@ def reasons(failed: Sequence[Record]) -> list[str]:
     """Why requests failed, the commonest first, with how often."""
     counts = Counter(record.error or f"wrong number of tokens (of {record.wanted})" for record in failed)
     shown = [f"{text} ({times} times)" if times > 1 else text for text, times in counts.most_common(REASONS)]
-    return shown + ([f"and {len(counts) - REASONS} other reasons"] if len(counts) > REASONS else [])
+    return shown + ([f"and {len(counts) - REASONS} more"] if len(counts) > REASONS else [])
 
 
 def serving_figures(records: Sequence[Record], concurrency: int | None) -> dict[str, Any]:

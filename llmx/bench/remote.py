@@ -19,6 +19,11 @@ from llmx.bench.stats import share
 from llmx.bench.workload import Job
 from llmx.errors import LlmxError, UsageError
 
+SPECULATION = ("drafts", "draft_tokens", "accepted_tokens")
+COUNTERS = (  # of /metrics, without the engine's name
+    *("num_preemptions_total", "engine_step_seconds_total"),
+    *(f"spec_decode_num_{name}_total" for name in SPECULATION),
+)
 SAMPLE = re.compile(r"(?:llmx|vllm)[:_](\w+?)(?:\{[^}]*\})?\s+(\S+)(?:\s+\d+)?")
 POOL_WORDS = 3000  # random text that is tokenized for ids to draw prompts from
 RESIDENT = re.compile(r"^process_resident_memory_bytes\s+(\S+)", re.MULTILINE)
@@ -247,15 +252,10 @@ def delta_figures(
         figures["preemptions"] = int(preemptions)
     if (busy := grown("engine_step_seconds_total")) is not None:
         figures["busy_share"] = share(busy, duration)
-    drafts, drafted, accepted = (
-        grown(f"spec_decode_num_{name}_total") for name in ("drafts", "draft_tokens", "accepted_tokens")
-    )
-    if drafts and drafted and accepted is not None:
-        figures |= {
-            "spec_decode_num_drafts": int(drafts),
-            "spec_decode_draft_tokens": int(drafted),
-            "spec_decode_accepted_tokens": int(accepted),
-            "spec_decode_acceptance_rate": 100 * accepted / drafted,
-            "spec_decode_acceptance_length": 1 + accepted / drafts,
-        }
+    drafts, drafted, accepted = (grown(f"spec_decode_num_{name}_total") for name in SPECULATION)
+    if drafted and accepted is not None:
+        figures |= {"spec_decode_draft_tokens": int(drafted), "spec_decode_accepted_tokens": int(accepted)}
+        figures["spec_decode_acceptance_rate"] = 100 * accepted / drafted
+    if drafts and accepted is not None:
+        figures |= {"spec_decode_num_drafts": int(drafts), "spec_decode_acceptance_length": 1 + accepted / drafts}
     return figures

@@ -136,7 +136,7 @@ def _together(
         for rank in range(procs):
             ours, theirs = context.Pipe()
             part = (server, jobs[rank::procs], _part(traffic, rank, procs), gauges and rank == 0)
-            process = context.Process(target=_process, args=(theirs, *part), daemon=True)
+            process: BaseProcess = context.Process(target=_process, args=(theirs, *part), daemon=True)
             process.start()
             theirs.close()
             running.append((process, ours))

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from llmx.bench.ceilings import Limit
+from llmx.bench.datasets import PREFIXES
 from llmx.bench.findings import WARM, Findings
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ def show(console: Console, found: Findings) -> None:
     lines = []
     if "serving" in results:
         figures = results["serving"]
-        for group, key in (("sweep", "requests at once"), ("contenders", "served by")):
+        for group, key in (("sweep", "at once"), ("contenders", "served by")):
             if group in results:
                 console.print(_points(key, results, group))
         console.print(_serving(figures))
@@ -59,9 +60,9 @@ def _points(key: str, results: Mapping[str, Any], group: str) -> Table:
 
     table = Table()
     main = results["serving"]
-    rows = dict(results[group])
-    rows[f"c{main['max_concurrency']}" if group == "sweep" else main["contender"]] = main
-    for name in (key, "output tokens/s", "TTFT p50", "p99", "TPOT p50", "p99", "E2E p50", "p99 ms", "busy %"):
+    first = {main["contender"]: main} if group == "contenders" else {}
+    rows = first | results[group] | ({f"c{main['max_concurrency']}": main} if group == "sweep" else {})
+    for name in (key, "tokens/s", "TTFT p50", "p99", "TPOT p50", "p99", "E2E p50", "p99 ms", "busy %"):
         table.add_column(name, justify="right")
     for name, figures in rows.items():
         latencies = (number(figures[f"p{q}_{part}_ms"], 1) for part in ("ttft", "tpot", "e2el") for q in (50, 99))
@@ -148,7 +149,7 @@ def _notes(figures: Mapping[str, Any]) -> list[str]:
     lines = []
     if figures["failed"]:
         lines.append(f"{number(figures['failed'], 0)} requests failed: {'; '.join(figures['errors'])}")
-    if (figures.get("cache_hit_rate") or 0.0) >= WARM:
+    if (figures.get("cache_hit_rate") or 0.0) >= WARM and figures["dataset"] != PREFIXES:
         lines.append("Note: part of the prompts came from the prefix cache, so TTFT is not that of new prompts.")
     if figures.get("token_count_mismatch"):
         lines.append("Note: of some answers the server's usage and its token ids tell different numbers of tokens.")
@@ -156,10 +157,9 @@ def _notes(figures: Mapping[str, Any]) -> list[str]:
         lines.append(f"Note: {number(figures['osl_mismatch'], 0)} outputs have another length than was asked for.")
     client = figures["client"]
     if client["client_bound"]:
-        lag, delay = number(client["loop_lag_ms_p99"]), number(client["dispatch_delay_ms_p99"])
-        lines.append(
-            f"Note: this client was late itself (p99: loop {lag} ms, sending {delay} ms), the figures partly its own."
-        )
+        late = {"its loop": client["loop_lag_ms_p99"], "sending": client["dispatch_delay_ms_p99"]}
+        shown = ", ".join(f"{what} {number(ms)} ms" for what, ms in late.items() if ms is not None)
+        lines.append(f"Note: this client was late itself (p99: {shown}), so the figures are partly its own.")
     if figures.get("unsteady"):
         lines.append(f"Note: over 5 % apart from run to run: {', '.join(figures['unsteady'])}.")
     return lines

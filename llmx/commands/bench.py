@@ -6,6 +6,7 @@ import json as jsonlib
 import math
 import os
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -16,8 +17,8 @@ import typer
 
 from llmx.commands import options as o
 from llmx.commands.ready import model_facts, progress, ready, ticker
-from llmx.errors import UsageError
-from llmx.gates import Gate, judge, parse_gates, require
+from llmx.errors import CheckFailed, UsageError
+from llmx.gates import Gate, Verdict, judge, parse_gates, require
 
 if TYPE_CHECKING:
     from llmx.bench.findings import Findings
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 INTERRUPTED = 130
 CLOSED = 8  # requests at once where nothing else is said
+LONG_HINT = 400
+WIDTH = 120  # of tables where there is no terminal
 KEYS = ("LLMX_API_KEY", "OPENAI_API_KEY")
 BATCHINGS = {"continuous": ("continuous",), "static": ("static",), "both": ("continuous", "static")}
 _WORK = {"rich_help_panel": "What is measured"}
@@ -160,11 +163,11 @@ def make_plan(flags: Mapping[str, Any]) -> Plan:
     from llmx.bench.plan import Plan
 
     remote = flags["url"] is not None
-    rates = (0, 0) if remote else (flags["prompt_len"], flags["gen_len"])
+    prompt_len, gen_len = (0, 0) if remote else (flags["prompt_len"], flags["gen_len"])
     load = _load(flags) if flags["requests"] else None
     if remote and load is None:
         raise UsageError("--requests 0 leaves nothing to measure at a URL.")
-    return Plan(*rates, flags["repetitions"], load, flags["seed"])
+    return Plan(prompt_len, gen_len, flags["repetitions"], load, flags["seed"])
 
 
 def _load(flags: Mapping[str, Any]) -> Load:
@@ -256,6 +259,8 @@ def _points(flags: Mapping[str, Any], contenders: tuple[str, ...], rate: float |
 
 def _here(flags: Mapping[str, Any], name: str, plan: Plan) -> Findings:
     """Load the model in this process and measure it."""
+    if flags["baseline"] is not None and name.startswith("random:"):
+        raise UsageError(f"transformers knows no {name}.", "Leave --baseline out, or name a model with weights.")
     names = ("dtype", "device", "kv_cache_dtype", "max_model_len", "max_num_seqs", "max_num_batched_tokens",
              "memory_utilization", "block_size", "threads", "tp", "seed")  # fmt: skip
     config = o.engine_config(name, **{key: flags[key] for key in names})
@@ -299,14 +304,12 @@ class Outlet:
         self, flags: Mapping[str, Any], name: str, defaulted: bool, started: datetime, plan: Plan
     ) -> None:  # fmt: skip
         from llmx.bench.compare import check_comparable, parse_bound, read_report
-        from llmx.bench.findings import Findings
-        from llmx.gates import figures
         from llmx.report import SCHEMA_VERSION
 
         self.defaulted, self.started = defaulted, started
         self.gates: tuple[Gate, ...] = parse_gates(flags["fail_if"])
         if self.gates:
-            require(self.gates, [path for path, _ in figures(view(Findings(plan).results()))])
+            _require(self.gates, plan)
         self.bound = parse_bound(flags["max_regression"], "--max-regression")
         self.against: Path | None = flags["against"]
         self.old = None if self.against is None else read_report(self.against, "bench")
@@ -316,40 +319,65 @@ class Outlet:
 
     def publish(self, found: Findings) -> None:
         """The table and the path of the JSON to stdout, or with no path the JSON alone; then the gates. CheckFailed."""
-        from rich.console import Console
-
-        from llmx.bench import compare
-        from llmx.bench.table import show
-
         results = found.results()
-        verdicts = judge(self.gates, view(results))
+        verdicts, unknown = self._judge(results)
         if verdicts:
             results["gates"] = [asdict(verdict) for verdict in verdicts]
-        report = make_report(found, results, self.defaulted, self.started)
-        document = flat(report, found)
-        worse: list[str] = []
-        if self.old is not None:
-            worse = compare.regressions(compare.changes(self.old["results"], document["results"]), self.bound)
-            document["against"] = {"report": str(self.against), "bound": self.bound, "worse": worse}
+        document = flat(make_report(found, results, self.defaulted, self.started), found)
+        failed = [verdict.says for verdict in verdicts if verdict.failed] + self._worse(document)
+        self._show(found, document)
+        if found.interrupted:
+            raise typer.Exit(INTERRUPTED)
+        if unknown is not None:
+            raise unknown
+        if failed:
+            count = "A gate" if len(failed) == 1 else f"{len(failed)} gates"
+            raise CheckFailed(f"{count} failed: {'; '.join(failed)}.")
+
+    def _judge(self, results: Mapping[str, Any]) -> tuple[list[Verdict], UsageError | None]:
+        """Also what is wrong with the gates, to be said when the report has been written."""
+        from llmx.bench.findings import by_short_paths
+
+        try:
+            return judge(self.gates, by_short_paths(results)), None
+        except UsageError as error:
+            return [], error
+
+    def _worse(self, document: dict[str, Any]) -> list[str]:
+        """What got worse since the earlier report; written into this one too."""
+        from llmx.bench.compare import changes, regressions
+
+        if self.old is None:
+            return []
+        worse = regressions(changes(self.old["results"], document["results"]), self.bound)
+        document["against"] = {"report": str(self.against), "bound": self.bound, "worse": worse}
+        return worse
+
+    def _show(self, found: Findings, document: Mapping[str, Any]) -> None:
         text = jsonlib.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
         if self.path is None:
             typer.echo(text, nl=False)
-        else:
-            show(Console(), found)
-            _write(self.path, text)
-            typer.echo(self.path)
-        if found.interrupted:
-            raise typer.Exit(INTERRUPTED)
-        from llmx.errors import CheckFailed
+            return
+        from rich.console import Console
 
-        failed = [f"{verdict.says}" for verdict in verdicts if verdict.failed] + worse
-        if failed:
-            raise CheckFailed(f"{len(failed)} of the figures failed: {'; '.join(failed)}.")
+        from llmx.bench.table import show
+
+        show(Console(width=None if sys.stdout.isatty() else WIDTH), found)
+        _write(self.path, text)
+        typer.echo(self.path)
 
 
-def view(results: Mapping[str, Any]) -> dict[str, Any]:
-    """Results as gates name them: a figure of `serving` also without that word."""
-    return {**results.get("serving", {}), **results}
+def _require(gates: tuple[Gate, ...], plan: Plan) -> None:
+    """UsageError for a figure that this plan has none of."""
+    from llmx.bench.findings import Findings
+
+    limits = [f"ceilings.{part}.share_reached" for part in ("prefill", "decode", "serving")]
+    try:
+        require(gates, Findings(plan).names() + limits)
+    except UsageError as error:
+        if len(error.hint or "") > LONG_HINT:
+            error.hint = "Figures are ttft_ms.p99, tpot_ms.mean, output_throughput, failed and the like: see a report."
+        raise
 
 
 def destination(asked: Path | None, model: str, started: datetime) -> Path | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
     from llmx.bench.compare import Change
 
+WIDTH = 120  # of the table where there is no terminal
 EVEN = 0.005  # a change smaller than this is shown as none
 
 
@@ -47,7 +49,7 @@ def compare(
     found = changes(reports[0]["results"], reports[1]["results"])
     if not found:
         raise UsageError(f"{old} and {new} have no figure in common.")
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else WIDTH)
     console.print(_table(found))
     differs = differences(*reports)
     for line in differs:
