@@ -17,6 +17,7 @@ class Answer:
         """close: the token that ends thoughts, if it is one."""
         self._thoughts, self._calls, self._close = thoughts, calls, close
         self.thinking_tokens = 0
+        self._seen = 0  # tokens until the thoughts were over
         self._thinking: list[str] = []
         self._content: list[str] = []
         self._called: list[tuple[str, list[str]]] = []
@@ -42,12 +43,12 @@ class Answer:
         """tokens: those whose text this is."""
         if self._thoughts is None:
             return self._keep("", text)
-        before = self._thoughts.inside
+        over = self._thoughts.over
         parts = self._keep(*self._thoughts.push(text))
-        if self._thoughts.inside:
-            self.thinking_tokens += len(tokens)
-        elif before:
-            self.thinking_tokens += tokens.index(self._close) + 1 if self._close in tokens else len(tokens)
+        if not over:
+            ends = self._thoughts.over and self._close in tokens
+            self._seen += tokens.index(self._close) + 1 if ends else len(tokens)
+            self.thinking_tokens = self._seen if self._thoughts.found else 0
         return parts
 
     def finish(self, cut: bool) -> list[Part]:

@@ -177,7 +177,8 @@ async def chat(service: Service, request: Request) -> Response:
     """Checks everything, opens the generation, answers. Raises LlmxError before a byte is sent."""
     body = await read(request, ChatRequest, service.settings.max_body_bytes)
     service.check_model(body.model)
-    params, wish = body.sampling(service.defaults, logprobs=body.alternatives), body.wish
+    wish, alternatives = body.wish, body.alternatives
+    params = await body.apart(lambda: body.sampling(service.defaults, logprobs=alternatives))
     prompt = await render(service, body, wish.functions)
     thinks = service.dialect.thinks(prompt)
     params = await asyncio.to_thread(_settled, service, params, wish, thinks)

@@ -41,11 +41,12 @@ class ThoughtParser:
         self._held = ""
         self._space = ""
         self._leading = True  # nothing of the thoughts was said, or nothing of an answer that comes behind them
-        self._thought = inside
+        self.found = inside
 
     @property
-    def inside(self) -> bool:
-        return self._place == INSIDE
+    def over(self) -> bool:
+        """Whether all that comes belongs to the answer."""
+        return self._place == AFTER
 
     def push(self, text: str) -> tuple[str, str]:
         """What this adds to (thoughts, answer)."""
@@ -66,14 +67,14 @@ class ThoughtParser:
         held, self._held = self._held, ""
         if self._place == BEFORE:
             return "", held
-        return (self._say(held), "") if self.inside else ("", "")
+        return (self._say(held), "") if self._place == INSIDE else ("", "")
 
     def _begin(self, c: str) -> bool:
         """Whether the answer may still begin with thoughts."""
         self._held += c
         start = self._held.lstrip(SPACE)
         if start == self._open:
-            self._held, self._place, self._thought = "", INSIDE, True
+            self._held, self._place, self.found = "", INSIDE, True
         return self._open.startswith(start)
 
     def _think(self, c: str) -> str:
@@ -99,7 +100,7 @@ class ThoughtParser:
 
     def _answer(self, text: str) -> str:
         """White space between the thoughts and the answer belongs to neither."""
-        if self._thought and self._leading:
+        if self.found and self._leading:
             text = text.lstrip(SPACE)
             self._leading = not text
         return text
