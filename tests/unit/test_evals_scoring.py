@@ -54,7 +54,8 @@ def oracle(model: Any, windows: list[tuple[int, ...]], protocol: str) -> tuple[n
 
 
 def score(model: str | Path, protocol: str, windows: list[tuple[int, ...]], **more: Any) -> Scores:
-    engine = {k: more.pop(k) for k in ("max_num_batched_tokens", "max_num_seqs", "tensor_parallel_size") if k in more}
+    own = ("max_num_batched_tokens", "max_num_seqs", "tensor_parallel_size", "overlap")
+    engine = {k: more.pop(k) for k in own if k in more}
     with Scorer(EngineConfig(model=str(model), **CPU, **engine), Protocol(protocol, CTX)) as scorer:
         scores, interrupted = scorer.score(windows, BOS if protocol == LLAMA else None, **more)
     assert not interrupted
@@ -81,7 +82,14 @@ def test_a_gguf_of_the_same_weights_scores_the_same(saved: dict[str, Saved], tmp
     assert score(tmp_path / "it.gguf", LLAMA, windows).values["ln_p"] == pytest.approx(wanted, abs=2e-4)
 
 
-@pytest.mark.parametrize("steps", [{"max_num_batched_tokens": 16, "max_num_seqs": 1}, {"max_num_batched_tokens": 70}])
+@pytest.mark.parametrize(
+    "steps",
+    [
+        {"max_num_batched_tokens": 16, "max_num_seqs": 1},
+        {"max_num_batched_tokens": 70},
+        {"max_num_batched_tokens": 70, "overlap": True},
+    ],
+)
 def test_the_same_bits_come_out_however_windows_share_steps(saved: dict[str, Saved], steps: dict[str, int]) -> None:
     model = saved["Gemma3ForCausalLM"]
     windows = windows_of(model.config["vocab_size"], 5)
