@@ -14,6 +14,7 @@ from llmx.cache.pools import LayerSpec, block_bytes, windows_of
 from llmx.config import ALIASES, EngineConfig, EngineInfo
 from llmx.device import available_memory, resolve_device, thread_count, total_memory
 from llmx.engine.engine import Engine
+from llmx.engine.memory import ACTIVATION_SHARE, check_demand, random_demand, weight_demand
 from llmx.errors import UsageError
 from llmx.formats.hub import Located, locate
 from llmx.kernels import Kernels
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 RANDOM = "random:"
 GIB = 2**30
 CPU_KV_BYTES = 4 * GIB  # unless more is asked for, or one sequence needs more
-ACTIVATION_SHARE = 0.05  # of the memory in play, for activations
 
 Progress = Callable[[int, int], None]
 Join = Callable[[torch.device], Group]
@@ -62,10 +62,15 @@ def build_engine(
     opened = None if located is None else open_model(located)
     family, shape = random_shape(config.model[len(RANDOM) :]) if opened is None else (opened.family, opened.config)
     shape.check_ranks(ranks)
-    group: Group = Alone() if join is None else join(device)
     dtype = _dtype(config, opened, device)
     kv_dtype = dtype if config.kv_cache_dtype == "auto" else _torch_dtype(config.kv_cache_dtype)
     length = _length(config, shape.max_position)
+    if opened is None:
+        wanted = random_demand(shape, dtype, device)
+    else:
+        wanted = weight_demand(opened.checkpoint, dtype, device, kernels)
+    check_demand(config, wanted, shape.specs(ranks), length, kv_dtype, free, device)
+    group: Group = Alone() if join is None else join(device)
     shard = Shard(group.rank, group.size)
     if opened is None:
         weights: Any = RandomWeights(config.seed, dtype, device, kernels, shard=shard)

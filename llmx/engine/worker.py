@@ -40,6 +40,11 @@ def main(channel: Channel) -> None:
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return
     except Exception as error:
+        from llmx.engine.memory import out_of_memory
+
+        if (known := out_of_memory(error, "loading or computing")) is not None:  # on a rank other than the first
+            tell(channel, Failed(known.message, known.hint, known.exit_code))
+            sys.exit(known.exit_code)
         hint = "this is a bug; please report it"
         tell(channel, Failed(f"The engine failed: {type(error).__name__}: {error}", hint))
         raise

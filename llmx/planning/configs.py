@@ -20,7 +20,7 @@ class Family:
 
     qkv_bias, out_bias: None: as `attention_bias` says, whose default is `biased`. windows: the rule by which layers
     look back on `sliding_window` tokens only, unless `layer_types` says (see _windows). tied, position, head_dim and
-    window: defaults of the keys of that name. shared: "expert" for one shared expert as wide as the routed ones (Llama 4).
+    window: defaults of the keys of that name. shared: "expert": one shared expert as wide as the routed ones (Llama 4).
     """
 
     runs: bool = False
