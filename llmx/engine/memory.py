@@ -1,10 +1,9 @@
-"""Memory before weights are loaded: can they and some keys and values fit at all? And when it has run out: which knob."""
+"""Before weights are loaded: can they and some keys and values fit at all? And which knob, when memory has run out."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import torch
@@ -64,7 +63,7 @@ def weight_demand(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.devi
 
 
 def _kept(stored: Stored, dtype: torch.dtype, device: torch.device, kernels: Kernels) -> tuple[int, bool]:
-    """Bytes of a row that the scheme keeps, and whether they are those that were read; as stored if it has no scheme."""
+    """Bytes of a row that the scheme keeps, and whether it copies none; as stored if it has no scheme."""
     few = Stored(stored.name, stored.kind, (SAMPLE, stored.shape[1]), stored.nbytes // stored.shape[0] * SAMPLE)
     group = {"weight": few}
     try:
