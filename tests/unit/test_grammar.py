@@ -43,8 +43,8 @@ def refusal(make: Callable[[], Any]) -> RequestError:
         ({"properties": {"a": {"anyOf": [{"type": "null"}, {"if": {}}]}}}, "properties.a.anyOf[1]", "if"),
         (
             {"type": "array", "minItems": 1, "items": {"type": "string", "minLength": 3, "maxLength": 2}},
-            "items",
-            "minLength",
+            "used",
+            "nsatisfiable",
         ),
         ({"properties": {"a": {"oneOf": [{"type": "string"}, {"minLength": 1}]}}}, "properties.a", "oneOf"),
         ({"$ref": "http://127.0.0.1:1/schema.json"}, "used", "127.0.0.1"),
@@ -139,7 +139,8 @@ def test_what_is_too_large_or_nothing_is_refused_before_it_is_tried(
 )
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of processes are Linux's here")
 def test_what_would_take_the_memory_the_time_or_the_stack_is_refused_and_we_live(make: Callable[[], str]) -> None:
-    assert "too complex" in refusal(make).message
+    said = refusal(make).message
+    assert "too complex" in said or "could not be compiled" in said  # by its own limits, or by our clock
     g.validate(g.regex("[0-9]+"))
 
 
