@@ -13,7 +13,7 @@ from fastapi import Request
 from pydantic import Field, WithJsonSchema
 from starlette.responses import Response
 
-from llmx.core import Delta, Logprob, SamplingParams
+from llmx.core import Delta, Logprob
 from llmx.errors import RequestError
 from llmx.server.answers import Answer, Part
 from llmx.server.callgrammar import Wish
@@ -177,20 +177,18 @@ async def chat(service: Service, request: Request) -> Response:
     """Checks everything, opens the generation, answers. Raises LlmxError before a byte is sent."""
     body = await read(request, ChatRequest, service.settings.max_body_bytes)
     service.check_model(body.model)
-    wish, alternatives = body.wish, body.alternatives
+    alternatives = body.alternatives
+    wish = await asyncio.to_thread(lambda: body.wish) if body.tools else body.wish
     params = await body.apart(lambda: body.sampling(service.defaults, logprobs=alternatives))
     prompt = await render(service, body, wish.functions)
     thinks = service.dialect.thinks(prompt)
-    params = await asyncio.to_thread(_settled, service, params, wish, thinks)
+    if wish.allowed or params.grammar:
+        grammar = await asyncio.to_thread(service.dialect.grammar, wish, thinks, params.grammar)
+        params = replace(params, grammar=grammar)
+    params = replace(params, visible_special_ids=service.dialect.visible(wish))
     service.note_unknown(body)
     texts = TokenTexts(service.tokenizer, params.skip_special_tokens)
     generation = await service.open(request, "chatcmpl", [prompt], params, body.salt)
     answers = [service.dialect.answer(wish, thinks, params.skip_special_tokens) for _ in range(params.n)]
     reply = ChatReply(generation, service.model, body, texts, answers)
     return await respond(request, reply, bool(body.stream), service.settings.keep_alive_seconds)
-
-
-def _settled(service: Service, params: SamplingParams, wish: Wish, thinks: bool) -> SamplingParams:
-    """With the grammar that the tools ask for, and with the marks of calls in sight."""
-    grammar = service.dialect.grammar(wish, thinks, params.grammar)
-    return replace(params, grammar=grammar, visible_special_ids=service.dialect.visible(wish))

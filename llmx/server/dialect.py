@@ -102,15 +102,15 @@ class Dialect:
             answer = None
         elif answer is None or not (wish.functions or self.marks):
             return answer
-        if wish.functions:
+        written = Writer(self.format, self.marks, self._specials).write(wish, thinks, answer)
+        if wish.allowed:
             try:
-                # The check knows no model's special tokens: they stand as plain texts there.
-                validate(Writer(self.format, self.marks, {}).write(wish, thinks, answer), param="tools")
+                validate(written, param="tools")
             except RequestError:
                 for tool in wish.allowed[:MOST_LOCATED]:
                     _check_parameters(tool["function"])
                 raise
-        return Writer(self.format, self.marks, self._specials).write(wish, thinks, answer)
+        return written
 
 
 def _check_parameters(function: Mapping[str, Any]) -> None:

@@ -66,7 +66,7 @@ class TemplateFields(BaseModel):
 async def render(service: Service, body: TemplateFields, tools: Sequence[Mapping[str, Any]] | None = None) -> list[int]:
     """The token ids of a chat, by the model's template. `tools`: None: all that the request has. RequestError."""
     if tools is None:
-        tools = read_tools(body.tools)
+        tools = await asyncio.to_thread(read_tools, body.tools)
     if tools:
         service.dialect.check()
     messages, arguments = plain(body.messages), body.template
