@@ -26,7 +26,7 @@ PROMPT, OUTPUT = 512, 128
 def llmx(*arguments: str) -> dict[str, Any]:
     """The report that a command writes to stdout."""
     command = [sys.executable, "-m", "llmx.cli", *arguments, "--json", "-"]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr}")
     results: dict[str, Any] = json.loads(done.stdout)["results"]
