@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import signal
 import socket
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 WATCH_SECONDS = 0.25  # how soon a dead engine is seen, a request that took too long, and that nothing runs any more
 EXIT_INTERRUPTED = 130
+SWITCH_SECONDS = 0.001
 
 
 class Server(uvicorn.Server):
@@ -129,9 +131,19 @@ def make_server(llm: LLM, settings: ServerSettings, listener: socket.socket) -> 
     return Server(service, configuration(outer), listener)
 
 
+def settle() -> None:
+    """Keeps pauses of this process short. The vocabulary and the modules stay for good: without them a collection of
+    all garbage takes well under a millisecond instead of 50. And a thread that parses or renders passes the interpreter
+    on to the event loop after 1 ms instead of 5."""
+    gc.collect()
+    gc.freeze()
+    sys.setswitchinterval(SWITCH_SECONDS)
+
+
 def serve(llm: LLM, settings: ServerSettings, listener: socket.socket) -> int:
     """Serves until a signal; the exit code: 0 after SIGTERM, 130 after SIGINT. Raises LlmxError if the engine ended."""
     server = make_server(llm, settings, listener)
+    settle()
     server.run(sockets=[listener])
     if server.engine_failed:
         raise LlmxError(server.engine_failed)

@@ -7,7 +7,7 @@ import logging
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +36,7 @@ MEASURE_SECONDS = 2.0
 PROBE, PROBE_PARAMS = (0,), SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 PROBE_SECONDS, PROBE_POLL = 10.0, 0.05
 FREE_CHARACTERS = 64 * 1024
+INLINE_TOKENS, INLINE_TEXTS = 4096, 16
 MOST_CHOICES = 1024  # prompts x n of one request
 MOST_NOTED = 256  # unknown fields that are remembered as logged
 
@@ -155,12 +156,13 @@ class Service:
         if reason := self.failed:
             raise LlmxError(reason)
         place: Place = request.scope[PLACE]
+        tokens = sum(map(len, prompts))
         try:
-            place.grow(count, sum(map(len, prompts)))
+            place.grow(count, tokens)
         except Overloaded as error:
             self.traffic.rejected.add(code=str(error.code))
             raise
-        generation = await asyncio.to_thread(  # long prompts take a while to look through
+        make = partial(
             Generation,
             self.llm,
             prompts,
@@ -172,6 +174,9 @@ class Service:
             traffic=self.traffic,
             live=self.live,
         )
+        # Long prompts take a while to look through; for short ones the way to a thread and back takes longer.
+        short = tokens <= INLINE_TOKENS and count <= INLINE_TEXTS
+        generation = make() if short else await asyncio.to_thread(make)
         generation.begin()
         if self.settings.queue_seconds is not None:
             try:

@@ -153,6 +153,17 @@ def test_a_slow_reader_gets_everything(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not llm.opened[0].aborted
 
 
+def test_a_full_server_refuses_before_the_body_comes() -> None:
+    with running(FakeLLM(forever, pause=0.01), queued_requests=0) as server:
+        admission = server.server.service.admission
+        places = [admission.enter() for _ in range(admission.seats)]
+        with connect(server) as connection:
+            connection.sendall(HEAD + b"Content-Length: 9000000\r\n\r\n")
+            assert connection.recv(65536).startswith(b"HTTP/1.1 429 ")
+        for place in places:
+            place.__exit__()
+
+
 def test_pipelined_requests_are_answered_in_order() -> None:
     with running(FakeLLM(says("x"))) as server, connect(server) as connection:
         connection.sendall(b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n" * 2 + b"GET /health HTTP/1.1\r\n"

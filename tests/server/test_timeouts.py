@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
+import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -20,8 +22,10 @@ from llmx.config import EngineConfig
 from llmx.core import Delta, Request, SamplingParams
 from llmx.engine.launch import Spawned
 from llmx.engine.messages import Add, Tokens
+from llmx.engine.worker import NICENESS
 from llmx.errors import UsageError
 from llmx.llm import LLM
+from llmx.server.run import settle
 from llmx.server.settings import ServerSettings
 
 PROMPT = {"prompt": "hi"}
@@ -129,6 +133,24 @@ def test_only_what_waits_is_dropped_from_a_real_queue(spawned: LLM) -> None:
         assert eventually(lambda: not server.server.service.busy)
         found = scraped(server)
         assert found["llmx:num_requests_running"] == found["llmx:num_requests_waiting"] == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="priorities of threads are Linux'")
+def test_the_threads_that_compute_let_the_front_go_first(spawned: LLM) -> None:
+    threads = [int(one) for one in os.listdir(f"/proc/{engine_of(spawned)}/task")]
+    nice = {os.getpriority(os.PRIO_PROCESS, thread) for thread in threads}
+    assert nice == {min(19, os.getpriority(os.PRIO_PROCESS, 0) + NICENESS)}
+
+
+def test_a_server_that_runs_has_short_pauses() -> None:
+    before = sys.getswitchinterval()
+    try:
+        settle()
+        assert gc.get_freeze_count() > 1000
+        assert sys.getswitchinterval() == pytest.approx(0.001)
+    finally:
+        gc.unfreeze()
+        sys.setswitchinterval(before)
 
 
 def test_the_engine_tells_when_it_begins_with_a_prompt_of_several_steps(tiny: Path) -> None:
