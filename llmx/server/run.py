@@ -39,7 +39,7 @@ SWITCH_SECONDS = 0.001
 class Server(uvicorn.Server):
     """uvicorn's server with our signals: the first lets running requests finish, the second stops at once.
 
-    While they finish the port stays open: /ready and new requests are answered with 503, which load balancers need.
+    While they finish the port stays open: probes and new requests are answered with 503, which load balancers need.
     `engine_failed` says why the engine ended, if that is what stopped the server.
     """
 
