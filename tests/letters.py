@@ -7,7 +7,7 @@ from llmx.engine.constraints import longest_first
 END, START = 0, 1
 SPECIALS = {END: "<|end|>", START: "<|start|>"}
 PIECES = [
-    *'abcdenxyz0123456789 .,:{}[]()"-+\n_<|>',
+    *'abcdenxyzflrstu0123456789 .,:{}[]()"-+\n_<|>',
     *(
         "ab",
         "abc",
