@@ -44,7 +44,7 @@ class Script:
 
 @dataclass
 class Seen:
-    """One request as the server saw it: its body, when it had all of it, and when each chunk with tokens was written."""
+    """One request as the server saw it: its body, when it was there, and when each chunk with tokens was written."""
 
     path: str
     body: dict[str, Any]
@@ -119,6 +119,8 @@ class Mock:
         total = min(asked, script.stop_after or asked)
         for at in range(0, total, script.chunk):
             await _until(seen.received + script.ttft + at // script.chunk * script.itl)
+            if writer.is_closing():
+                return False
             if script.comments:
                 self._raw(writer, b": keep-alive\n\n")
             if at // script.chunk == script.break_after and number in script.breaks:

@@ -189,6 +189,11 @@ class Connection(asyncio.Protocol):
     def free(self) -> bool:
         return not self.lost and self._exchange is None and self._framing.reusable
 
+    def leave(self) -> None:
+        """Abort; the exchange stays as it is, neither well ended nor failed."""
+        self._exchange = None
+        self.abort()
+
     def abort(self) -> None:
         self.lost = True
         if self.transport is not None:
@@ -234,7 +239,7 @@ class Pool:
                 try:
                     await self._wait(connection, connection.begin(request, exchange), exchange)
                 except BaseException:
-                    connection.abort()  # an interrupt leaves nothing running over there
+                    connection.leave()  # an interrupt leaves nothing running over there
                     raise
                 if connection.free:
                     self._idle.append(connection)

@@ -50,9 +50,10 @@ def _processes() -> list[int]:
 
 
 def _sockets(pid: int) -> Iterator[str]:
+    folder = f"/proc/{pid}/fd"
     try:
-        for entry in os.scandir(f"/proc/{pid}/fd"):
-            yield os.readlink(entry.path)
+        for name in os.listdir(folder):
+            yield os.readlink(f"{folder}/{name}")
     except OSError:  # somebody else's, or gone
         return
 
