@@ -212,7 +212,13 @@ def _scratch(reference: Model | None, plan: Plan) -> Path | None:
     from llmx.formats.hub import cache_dir
 
     folder = cache_dir() / "evals"
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(
+            f"There is no place for the reference's logits at {folder}: {error.strerror}.",
+            hint="name one with --save-logits",
+        ) from error
     return folder
 
 
