@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TextIO
 
 from llmx.bench.clock import FineSelector
 
@@ -59,6 +59,7 @@ class Mock:
         self.port = 0
         self.count = 0
         self.connections = 0
+        self.log: TextIO | None = None  # a line for each whole answer: when it was asked and when it wrote
 
     @property
     def url(self) -> str:
@@ -135,6 +136,9 @@ class Mock:
             self._event(writer, {"choices": [], "usage": self._usage(seen, total)})
         self._raw(writer, b"data: [DONE]\n\n")
         self._raw(writer, b"")
+        if self.log is not None:
+            self.log.write(json.dumps({"received": seen.received, "written": seen.written}) + "\n")
+            self.log.flush()
         return True
 
     def _chunk(self, writer: asyncio.StreamWriter, seen: Seen, chat: bool, at: int, tokens: int, total: int) -> None:
@@ -203,8 +207,10 @@ def main() -> None:
     parser.add_argument("--ttft-ms", type=float, default=50.0)
     parser.add_argument("--itl-ms", type=float, default=10.0)
     parser.add_argument("--chunk", type=int, default=1)
+    parser.add_argument("--log", type=argparse.FileType("w"), default=None)
     flags = parser.parse_args()
     mock = Mock(Script(ttft=flags.ttft_ms / 1e3, itl=flags.itl_ms / 1e3, chunk=flags.chunk))
+    mock.log = flags.log
     mock.port = flags.port
 
     async def run() -> None:
