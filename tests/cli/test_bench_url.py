@@ -16,6 +16,7 @@ import pytest
 from mock_openai import Mock, Script, Seen, mocking
 from typer.testing import CliRunner, Result
 
+from llmx.bench.workload import Span, mixed_lengths
 from llmx.cli import app
 
 SIZES = ["--input-len", "20:50", "--output-len", "4:12", "--warmups", "2"]
@@ -193,6 +194,34 @@ def test_the_key_goes_along_and_a_wrong_one_is_said(monkeypatch: pytest.MonkeyPa
     assert result.exit_code == 1
     assert "401: Wrong key." in result.stderr
     assert "LLMX_API_KEY" in result.stderr
+
+
+@pytest.mark.parametrize("endpoint", ["completions", "chat"])
+def test_our_own_server_counts_as_the_bench_does(tmp_path: Path, endpoint: str) -> None:
+    from server.model import build
+    from server.running import running
+
+    from llmx.llm import LLM
+
+    with LLM(str(build(tmp_path / "tiny")), device="cpu", dtype="float32", threads=1) as llm, running(llm) as served:
+        before = llm.metrics().generated_tokens
+        sizes = ["--input-len", "20:50", "--output-len", "4:12", "--requests", "8", "--concurrency", "3"]
+        command = ["bench", "--url", served.url, *sizes, "--endpoint", endpoint, "--warmups", "0", "--json", "-"]
+        result = CliRunner().invoke(app, command)
+        assert result.exit_code == 0, result.stderr
+        generated = llm.metrics().generated_tokens - before
+    found = json.loads(result.stdout)
+    assert (found["completed"], found["failed"]) == (8, 0)
+    assert found["total_output_tokens"] == generated - 8  # the probe's
+    assert found["token_source"] in ("ids", "usage_so_far")
+    serving = found["results"]["serving"]
+    assert (serving["osl_mismatch"], serving["token_count_mismatch"], serving["cached_tokens"]) == (0, 0, 0)
+    assert 0 < serving["busy_share"] <= 1.05
+    assert serving["preemptions"] == 0
+    if endpoint == "completions":
+        assert found["total_input_tokens"] == sum(
+            prompt for prompt, _ in mixed_lengths(8, Span(20, 50), Span(4, 12), 0)
+        )
 
 
 def test_nobody_at_the_url_is_said_in_a_sentence() -> None:
