@@ -146,7 +146,8 @@ class Service:
     ) -> Generation:
         """Starts a request; `kind` begins its id. RequestError where it can't run, LlmxError where nothing can.
 
-        With a time-out for the queue it returns when the request has left it, so that a stream too can be refused.
+        With a time-out for the queue, or a grammar, which the engine may refuse, it returns when the request has left
+        the queue, so that a stream too can be refused.
         """
         count = len(prompts) * params.n
         if count > MOST_CHOICES:
@@ -175,10 +176,11 @@ class Service:
             live=self.live,
         )
         # Long prompts take a while to look through; for short ones the way to a thread and back takes longer.
-        short = tokens <= INLINE_TOKENS and count <= INLINE_TEXTS
+        # Whether a grammar is a good one may take seconds to find out.
+        short = tokens <= INLINE_TOKENS and count <= INLINE_TEXTS and params.grammar is None
         generation = make() if short else await asyncio.to_thread(make)
         generation.begin()
-        if self.settings.queue_seconds is not None:
+        if self.settings.queue_seconds is not None or params.grammar is not None:
             try:
                 await unless_gone(request.receive, generation.left_queue())
             except BaseException:
