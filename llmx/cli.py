@@ -14,6 +14,7 @@ from llmx import __version__
 from llmx.commands.bench import bench
 from llmx.commands.chat import chat
 from llmx.commands.compare import compare
+from llmx.commands.diff import diff
 from llmx.commands.env import env
 from llmx.commands.eval import eval as evaluate
 from llmx.commands.generate import generate
@@ -90,7 +91,7 @@ def llmx(
     """Run, serve and benchmark open LLMs. A command given no model uses `demo`."""
 
 
-for command in (generate, chat, serve, bench, evaluate, compare, pull, plan, env):
+for command in (generate, chat, serve, bench, evaluate, compare, pull, plan, diff, env):
     app.command()(configurable(command))
 
 
