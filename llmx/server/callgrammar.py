@@ -91,8 +91,8 @@ class Writer:
         begin = "" if thinks else self._quote(first)
         if last in self._specials:
             return [rf"thoughts: {begin} {ANYTHING} {self._quote(last)} /\n{{0,2}}/"]
-        escaped = "".join(c if c.isalnum() else f"\\{c}" for c in last)
-        return [rf"thoughts: {begin} thinking /\n{{0,2}}/", rf"thinking[lazy]: /(.|\n)*{escaped}/"]
+        rules = [f"THINKING: {ANYTHING}", f"thinking[lazy]: THINKING {self._quote(last)}"]
+        return [*rules, rf"thoughts: {begin} thinking /\n{{0,2}}/"]
 
     def _quote(self, text: str) -> str:
         """A text in Lark: strings, and the special tokens in it as such."""
