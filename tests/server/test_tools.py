@@ -251,6 +251,13 @@ def test_phi_gets_its_tools_in_the_system_message() -> None:
     assert llm.prompts[1].startswith(f"<|system|><|tool|>{function}<|/tool|><|end|><|user|>")
 
 
+def test_smollm3_gets_its_tools_under_its_own_name() -> None:
+    with serving(templates.SMOL, "<think>Hm.</think>" + FORMATS[0][2]) as (client, llm, _):
+        message = ask(client).choices[0].message
+    assert (message.reasoning_content, message.content, called(message)) == ("Hm.", "Let me see.", TWO)
+    assert llm.prompts == [oracle(templates.SMOL, [USER], None, xml_tools=[ADD, CITY])]
+
+
 def test_the_prompt_is_the_one_that_tokenize_counts() -> None:
     with serving(templates.HERMES, "Good.") as (client, _, server):
         usage = ask(client).usage

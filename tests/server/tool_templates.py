@@ -135,6 +135,14 @@ PHI = (
     "'<|end|>' }}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 
+SMOL = """{%- if xml_tools or python_tools -%}
+    {{- "### Tools\\n\\n<tools>\\n" }}
+    {%- for tool in xml_tools[:] -%}{{ (tool | string) ~ "\\n" }}{%- endfor -%}
+    {{- '</tools>\\n<tool_call>\\n{"name": <function-name>, "arguments": <args-json-object>}\\n</tool_call>' }}
+{%- endif %}
+{%- for message in messages %}<|{{ message.role }}|>{{ message.content }}{%- endfor %}
+{%- if add_generation_prompt %}<|assistant|>{% endif %}{# <think> </think> #}"""
+
 TEXT_ARGUMENTS = (
     "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% for call in message.tool_calls or [] %}"
     '{{ \'<tool_call>{"name": "\' + call.function.name + \'", "arguments": \' + call.function.arguments + '
