@@ -71,15 +71,9 @@ class Scores:
 class Scorer:
     """One model that scores windows, or writes texts of its own. Close it, or use it as a context manager."""
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        protocol: Protocol,
-        *,
-        progress: Callable[[int, int], None] | None = None,
-    ) -> None:
+    def __init__(self, config: EngineConfig, protocol: Protocol) -> None:
         self.protocol = protocol
-        self.core = Core.load(scoring_config(config, protocol.ctx), progress)
+        self.core = Core.load(scoring_config(config, protocol.ctx))
 
     @property
     def info(self) -> EngineInfo:
