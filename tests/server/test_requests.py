@@ -111,7 +111,6 @@ def test_a_body_that_is_too_large_is_refused(server: Running) -> None:
         ({"model": 5}, "model"),
         ({"prompt_logprobs": -1}, "prompt_logprobs"),
         ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
-        ({"response_format": {"type": "nothing"}}, "response_format"),
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"best_of": 3}, "best_of"),
         ({"chat_template": "{{ 1 }}"}, "chat_template"),
