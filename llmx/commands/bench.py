@@ -120,9 +120,7 @@ def bench(
         typer.Option(help="completions or chat.", show_default="chat for a dataset of chats", **_URL),
     ] = None,
     client_procs: Annotated[int, typer.Option(min=1, help="Processes that send.", **_URL)] = 1,
-    timeout: Annotated[
-        float, typer.Option(min=0.1, help="Seconds without a byte until a request fails.", **_URL)
-    ] = 600,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Most seconds without a byte.", **_URL)] = 600,
     slo: Annotated[
         list[str] | None,
         typer.Option(help="Limits in ms: ttft:500,tpot:50,e2el:9000, or mlperf:llama3.1-8b-interactive.", **_OUT),
