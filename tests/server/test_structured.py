@@ -112,8 +112,9 @@ def test_json_of_a_schema_parses_and_fits(name: str, client: OpenAI, terse: dict
     assert ended
 
 
-def test_a_json_object_is_one(client: OpenAI, terse: dict[str, float]) -> None:
-    texts = [say(client, response_format={"type": "json_object"}, seed=seed, logit_bias=terse) for seed in range(3)]
+def test_a_json_object_is_one(client: OpenAI, llm: LLM, terse: dict[str, float]) -> None:
+    bias = terse | {str(llm.tokenizer.encode("}")[-1]): 9}  # or a random model seldom closes what it opens
+    texts = [say(client, response_format={"type": "json_object"}, seed=seed, logit_bias=bias) for seed in range(3)]
     whole = [json.loads(text) for text, finish in texts if finish == "stop"]
     assert whole
     assert all(isinstance(value, dict) for value in whole)
