@@ -80,8 +80,9 @@ def _kept(stored: Stored, dtype: torch.dtype, device: torch.device, kernels: Ker
 def random_demand(shape: Any, dtype: torch.dtype, device: torch.device) -> int:
     """As weight_demand, of random weights."""
     layer = shape.hidden * (shape.head_dim * 2 * (shape.heads + shape.kv_heads) + 3 * shape.inner)
-    linears = shape.layers * layer + shape.vocab * shape.hidden
-    return linears * weight_dtype(dtype, device).itemsize + shape.vocab * shape.hidden * dtype.itemsize
+    linears: int = shape.layers * layer + shape.vocab * shape.hidden
+    embedding: int = shape.vocab * shape.hidden * dtype.itemsize
+    return linears * weight_dtype(dtype, device).itemsize + embedding
 
 
 def check_demand(

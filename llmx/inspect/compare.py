@@ -169,7 +169,7 @@ def _prompt(a: Side, tokenizer: Tokenizer | None, prompt: str, ids: Sequence[int
         if a.located is not None:
             raise UsageError(f"{a.config.model} has no tokenizer.", hint="give token ids: --ids 1,2,3")
         generator = torch.Generator().manual_seed(0)
-        return torch.randint(0, vocab, (RANDOM_PROMPT,), generator=generator).tolist()  # type: ignore[no-any-return]
+        return torch.randint(0, vocab, (RANDOM_PROMPT,), generator=generator).tolist()
     found = tokenizer.encode(prompt)
     if not found:
         raise UsageError("--prompt gives no tokens.")

@@ -70,7 +70,8 @@ def row_errors(a: Tensor, b: Tensor) -> Tensor:
     differ = (a.isfinite() != b.isfinite()).any(1)
     size = a.where(finite, 0).norm(dim=1)
     found = (b - a).where(finite, 0).norm(dim=1) / size.clamp(min=TINIEST)
-    return found.where(~differ, torch.inf)
+    errors: Tensor = found.where(~differ, torch.inf)
+    return errors
 
 
 class Recorder:

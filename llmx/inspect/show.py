@@ -66,7 +66,8 @@ def lines(found: Difference) -> Iterator[str]:
     yield f"B: {found.b.name()}"
     yield from (f"setting {key}: {a} in A, {b} in B" for key, a, b in found.config[:SHOWN])
     if (one := found.tokenizer) is not None:
-        yield f"tokenizers: token {one.position} of the prompt is {one.a!r} ({one.a_id}) in A, {one.b!r} ({one.b_id}) in B"
+        a, b = f"{one.a!r} ({one.a_id}) in A", f"{one.b!r} ({one.b_id}) in B"
+        yield f"tokenizers: token {one.position} of the prompt is {a}, {b}"
     if found.seen is not None:
         yield from _ran(found)
     yield from (f"only one of them has {place}" for place in found.one_sided[:SHOWN])
@@ -75,7 +76,8 @@ def lines(found: Difference) -> Iterator[str]:
     if len(found.faults) > SHOWN:
         yield f"and {len(found.faults) - SHOWN} other ops (--json has them all)"
     if found.crossing is not None and not found.faults:
-        yield f"with what it inherits, {named(found.crossing)} is the first op beyond the tolerance: {_far(found, found.crossing)}"
+        far = _far(found, found.crossing)
+        yield f"with what it inherits, {named(found.crossing)} is the first op beyond the tolerance: {far}"
     for tensor in found.tensors[:SHOWN]:
         yield _tensor(tensor)
     if len(found.tensors) > SHOWN:
@@ -97,7 +99,8 @@ def _ran(found: Difference) -> Iterator[str]:
 
 def _far(found: Difference, error: Error) -> str:
     count = int((error.outputs > found.tolerance).sum())
-    return f"relative error {error.worst():.2g}, on {count} tokens, the first at position {error.first_token(found.tolerance)}"
+    first = error.first_token(found.tolerance)
+    return f"relative error {error.worst():.2g}, on {count} tokens, the first at position {first}"
 
 
 def _kernel(found: Difference, error: Error) -> str:

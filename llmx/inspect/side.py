@@ -15,6 +15,7 @@ from llmx.config import EngineConfig
 from llmx.core import Request, SamplingParams
 from llmx.engine.build import RANDOM, build_engine
 from llmx.errors import UsageError
+from llmx.formats.gguf import open_gguf
 from llmx.formats.hub import Located, locate
 from llmx.inspect.probe import Follower, Recorder, attach
 from llmx.kernels import BACKENDS
@@ -55,6 +56,9 @@ class Side:
             (located.path / name).is_file() for name in ("tokenizer.json", "tokenizer.model")
         ):
             return None
+        if located.kind == "gguf":
+            metadata = open_gguf(located.path).metadata
+            return load_tokenizer(located, metadata) if "tokenizer.ggml.model" in metadata else None
         return load_tokenizer(located)
 
     def name(self) -> str:
@@ -92,7 +96,7 @@ def _forced(kernels: str | None) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Seen:
-    """What a forward gave. logits: (rows, vocab) f32 on the CPU, of the rows from `first` on. kernels: op -> backend."""
+    """What a forward gave. logits: (rows, vocab) f32 on the CPU, of rows from `first` on. kernels: op -> backend."""
 
     logits: Tensor
     first: int

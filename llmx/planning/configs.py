@@ -234,10 +234,11 @@ def _windows(fields: Fields, family: Family, layers: int) -> tuple[int | None, .
     if rule == "none":
         return everything
     if rule == "3 of 4":  # Llama 4: chunks, in the layers that turn
-        window = fields.integer("attention_chunk_size", 8192, low=1)
+        chunk = fields.integer("attention_chunk_size", 8192, low=1)
         turns = fields.integers("no_rope_layers", (), low=0) or tuple(int((i + 1) % 4 != 0) for i in range(layers))
-        return _typed(fields, window, tuple(bool(turn) for turn in turns), "chunked_attention", layers)
-    window = fields.integer("sliding_window", None if "sliding_window" in fields.data else family.window, low=0) or None
+        return _typed(fields, chunk, tuple(bool(turn) for turn in turns), "chunked_attention", layers)
+    default = None if "sliding_window" in fields.data else family.window  # null is none
+    window: int | None = fields.integer("sliding_window", default, low=0) or None
     if window is None or (rule in ("late", "unturned") and not fields.boolean("use_sliding_window", False)):
         return everything
     if rule == "all":

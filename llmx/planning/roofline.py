@@ -69,7 +69,8 @@ def total(terms: list[Term]) -> float:
 
 def touched(layer: Layer, rows: float) -> float:
     """Share of the experts that at least one of so many tokens goes to, if they choose evenly."""
-    return 1 - (1 - layer.active / layer.experts) ** rows
+    missed: float = (1 - layer.active / layer.experts) ** rows
+    return 1 - missed
 
 
 def _products(anatomy: Anatomy, layout: Layout, hardware: Hardware, rows: Rows) -> list[Term]:
