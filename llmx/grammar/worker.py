@@ -124,7 +124,7 @@ def _schema(grammar: str) -> dict[str, Any] | None:
 def _locate(schema: dict[str, Any], check: Callable[[dict[str, Any]], str], said: str) -> Path:
     """The innermost subschema that is refused with the same words."""
     path: Path = ()
-    shared = {key: schema[key] for key in ("$defs", "definitions", "x-guidance") if key in schema}
+    shared: dict[str, Any] = {key: schema[key] for key in ("$defs", "definitions", "x-guidance") if key in schema}
     first, node = _first(said), schema
     deadline = time.monotonic() + LOCATE_SECONDS
     while True:
