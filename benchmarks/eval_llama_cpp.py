@@ -4,8 +4,8 @@ usage: python benchmarks/eval_llama_cpp.py --perplexity PATH/llama-perplexity --
 
 For each model, with the text's first --chunks windows of 512 tokens:
 
-  as stored  perplexity of the file in both tools: llama.cpp multiplies with activations in 8 bits where llmx's reference
-             kernels use 32, so they may differ, within the standard error
+  as stored  perplexity of the file in both tools: llama.cpp multiplies with activations in 8 bits where llmx's
+             reference kernels use 32, so they may differ, within the standard error
   files      KL divergence from llama-perplexity's two logits files alone (the weights as F32, and the file as stored),
              against what its --kl-divergence says of them: the measure without the models
   exact      KL divergence of the same weights rounded to Q4_0, both sets written as F32, F32 cache: the measure with
@@ -76,7 +76,11 @@ def llmx(options: argparse.Namespace, model: str, **plan: Any) -> dict[str, Any]
 
 
 def of_files(base: LogitsFile, other: LogitsFile) -> dict[str, Any]:
-    """Figures of one logits file against another: no model is run."""
+    """Figures of one logits file against another: no model is run.
+
+    All tokens 16 nats below the likeliest lie at that floor in a file: together they would weigh as much as one likely
+    token, so `other`'s are put out of the way.
+    """
     import torch
 
     assert base.layout == other.layout
@@ -86,8 +90,10 @@ def of_files(base: LogitsFile, other: LogitsFile) -> dict[str, Any]:
         targets = torch.tensor(window[layout.ctx // 2 + 1 :])
         for row in range(0, layout.rows, 32):
             count = min(32, layout.rows - row)
-            read = [measures.decode(*file.read(chunk, row, count), cpu) for file in (other, base)]
-            parts.append(measures.compare(read[0], read[1], targets[row : row + count]))
+            read = [file.read(chunk, row, count) for file in (other, base)]
+            ours, theirs = (measures.decode(*one, cpu) for one in read)
+            ours = torch.where(torch.from_numpy(read[0][0] == 0), -40.0, ours)
+            parts.append(measures.compare(ours, theirs, targets[row : row + count]))
     return figures.distance({name: np.concatenate([part[name].numpy() for part in parts]) for name in parts[0]})
 
 

@@ -16,8 +16,11 @@ from typing import Any
 
 from _common import publish, say
 
+from llmx.bench.datasets import RANDOM, Dataset
 from llmx.bench.definitions import DEFINITIONS
-from llmx.bench.run import Findings, Plan, measure
+from llmx.bench.findings import Findings
+from llmx.bench.plan import CONTINUOUS, Load, Plan, Point
+from llmx.bench.run import measure
 from llmx.bench.table import bound_line, serving_lines
 from llmx.bench.workload import Span
 from llmx.report import Report
@@ -57,7 +60,7 @@ def run(model: str, plan: Plan, flags: argparse.Namespace) -> dict[str, Any]:
         measure(llm, found, lambda line: say(f"{model}: {line}"))
     results = found.results()
     lines = [bound_line(part, limit) for part, limit in found.limits().items()]
-    if plan.requests:
+    if plan.load is not None:
         lines += serving_lines(results["serving"])
     for line in lines:
         say(f"{model}: {line}")
@@ -79,16 +82,9 @@ def main() -> None:
     if flags.device == "cpu" and not flags.tiny:
         print("On a CPU only the tiny model is worth running: add --tiny.")
         return
-    plan = Plan(
-        prompt_len=flags.prompt_len,
-        gen_len=flags.gen_len,
-        repeat=flags.repeat,
-        concurrency=flags.concurrency,
-        requests=flags.requests,
-        input_len=Span(32, 512),
-        output_len=Span(16, 256),
-        seed=0,
-    )
+    dataset = Dataset(RANDOM, Span(32, 512), Span(16, 256))
+    load = Load(dataset, flags.requests, (Point(CONTINUOUS, flags.concurrency),)) if flags.requests else None
+    plan = Plan(flags.prompt_len, flags.gen_len, flags.repeat, load, seed=0)
     results, interrupted = {}, False
     for model in (TINY,) if flags.tiny else (TINY, LARGE):
         results[model] = run(model, plan, flags)

@@ -13,9 +13,12 @@ from typer.core import TyperGroup
 from llmx import __version__
 from llmx.commands.bench import bench
 from llmx.commands.chat import chat
+from llmx.commands.compare import compare
+from llmx.commands.diff import diff
 from llmx.commands.env import env
 from llmx.commands.eval import eval as evaluate
 from llmx.commands.generate import generate
+from llmx.commands.plan import plan
 from llmx.commands.pull import pull
 from llmx.commands.serve import serve
 from llmx.commands.settings import configurable, explain
@@ -88,7 +91,7 @@ def llmx(
     """Run, serve and benchmark open LLMs. A command given no model uses `demo`."""
 
 
-for command in (generate, chat, serve, bench, evaluate, pull, env):
+for command in (generate, chat, serve, bench, evaluate, compare, pull, plan, diff, env):
     app.command()(configurable(command))
 
 

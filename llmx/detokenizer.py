@@ -76,7 +76,7 @@ class Detokenizer:
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], params: SamplingParams) -> None:
-        self._stream = tokenizer.stream(prompt_ids, params.skip_special_tokens)
+        self._stream = tokenizer.stream(prompt_ids, params.skip_special_tokens, params.visible_special_ids)
         self._stops = StopStrings(params.stop) if params.stop else None
         self._state = 0
         self._held = ""  # text that may be the beginning of a stop string

@@ -23,6 +23,7 @@ from llmx.engine.launch import Client, InProcess, Spawned
 from llmx.engine.messages import Abort, Add, Ask, Failed, Measured, Message, Refused, Tokens
 from llmx.errors import LlmxError, RequestError, UsageError
 from llmx.formats.hub import DEMO, Located, pull
+from llmx.grammar import validate
 from llmx.tokenizer import Tokenizer, load_tokenizer
 from llmx.tokenizer.chosen import choose_template
 
@@ -410,6 +411,8 @@ class LLM:
         for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", [t for t, _ in params.logit_bias])):
             if outside := [t for t in ids if not 0 <= t < vocab]:
                 raise RequestError(f"{name}: token id {outside[0]} is outside the vocabulary of {vocab}.", param=name)
+        if params.grammar is not None:
+            validate(params.grammar)
         if params.n > self.info.max_num_seqs:
             raise RequestError(f"n={params.n} is more than the {self.info.max_num_seqs} sequences at once.", param="n")
         settled = replace(

@@ -98,3 +98,11 @@ def limit(ceilings: Ceilings, weight_bytes: int, parameters: int, tokens: int, r
     """For one pass over all weights that multiplies each of them by `tokens` tokens."""
     flops = 2.0 * parameters * tokens
     return Limit(tokens, weight_bytes, flops, weight_bytes / ceilings.read, flops / ceilings.matmul, reached)
+
+
+def serving_limit(
+    ceilings: Ceilings, weight_bytes: int, parameters: int, steps: float, computed: float, tokens: float, reached: float
+) -> Limit:
+    """For `steps` passes that computed `computed` tokens (prompts among them) and gave `tokens` output tokens."""
+    read, flops = int(weight_bytes * steps), 2.0 * parameters * computed
+    return Limit(round(tokens), read, flops, read / ceilings.read, flops / ceilings.matmul, reached)

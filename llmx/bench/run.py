@@ -1,109 +1,23 @@
-"""One bench: its parts in order, and what they found so far, so that an interrupt still leaves a report."""
+"""A bench of a model in this process: its parts in order, so that an interrupt still leaves what was found."""
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from llmx.bench import rates, serving
-from llmx.bench.ceilings import Ceilings, Limit, limit, measure_ceilings, weights_as_computed
-from llmx.bench.records import Record, serving_figures
-from llmx.bench.stats import repetitions
-from llmx.bench.workload import Span, mixed_jobs, vocabulary
-from llmx.config import EngineInfo, Metrics
-from llmx.errors import UsageError
+from llmx.bench.baseline import Transformers
+from llmx.bench.ceilings import measure_ceilings
+from llmx.bench.datasets import make_jobs, warm_up_jobs
+from llmx.bench.findings import Findings, Run
+from llmx.bench.plan import STATIC, TRANSFORMERS, Load, Point
+from llmx.bench.workload import Job, vocabulary
 
 if TYPE_CHECKING:
     from llmx.llm import LLM
 
-
-@dataclass(frozen=True)
-class Plan:
-    """What to measure. A part of size 0 is left out: `prompt_len` prefill, `gen_len` decode, `requests` serving."""
-
-    prompt_len: int
-    gen_len: int
-    repeat: int
-    concurrency: int
-    requests: int
-    input_len: Span
-    output_len: Span
-    seed: int
-
-    @property
-    def longest(self) -> int:
-        """Most tokens that one of the serving requests can have."""
-        return self.input_len.high + self.output_len.high
-
-    def check(self, max_model_len: int) -> None:
-        """UsageError for a length that the model's context can't hold."""
-        parts = (
-            (self.prompt_len, f"-p {self.prompt_len}", self.prompt_len + 1),
-            (self.gen_len, f"-n {self.gen_len}", self.gen_len + 2),
-            (self.requests, f"--input-len {self.input_len}, --output-len {self.output_len}", self.longest),
-        )
-        for size, flags, tokens in parts:
-            if size and tokens > max_model_len:
-                raise UsageError(
-                    f"{flags} needs a context of {tokens} tokens; the model runs with {max_model_len}.",
-                    hint="Lower the lengths, or raise --max-model-len if the model allows it.",
-                )
-
-
-@dataclass
-class Findings:
-    """What a bench has measured so far; lists grow while it runs."""
-
-    plan: Plan
-    info: EngineInfo
-    ceilings: Ceilings | None = None
-    prefill: list[float] = field(default_factory=list)
-    decode: list[float] = field(default_factory=list)
-    records: list[Record] = field(default_factory=list)
-    before: Metrics | None = None
-    after: Metrics | None = None
-    interrupted: bool = False
-
-    def results(self) -> dict[str, Any]:
-        """The report's `results`: an entry for each part that was asked for."""
-        found: dict[str, Any] = {"interrupted": self.interrupted}
-        if self.plan.prompt_len:
-            found["prefill"] = {"prompt_tokens": self.plan.prompt_len, "tokens_per_second": repetitions(self.prefill)}
-        if self.plan.gen_len:
-            found["decode"] = {"tokens": self.plan.gen_len, "tokens_per_second": repetitions(self.decode)}
-        if self.plan.requests:
-            found["serving"] = self._serving()
-        if self.ceilings is not None:
-            found["ceilings"] = {
-                "read_bytes_per_second": self.ceilings.read,
-                "matmul_flops_per_second": self.ceilings.matmul,
-                "matmul_dtype": self.ceilings.dtype,
-            } | {part: one.figures() for part, one in self.limits().items()}
-        return found
-
-    def _serving(self) -> dict[str, Any]:
-        figures = serving_figures(self.records, self.plan.concurrency)
-        figures["num_prompts"] = self.plan.requests
-        figures |= {"input_len": str(self.plan.input_len), "output_len": str(self.plan.output_len)}
-        if self.before is not None and self.after is not None:
-            duration = figures["duration"]
-            assert isinstance(duration, float)
-            figures |= serving.engine_figures(self.before, self.after, duration)
-        return figures
-
-    def limits(self) -> dict[str, Limit]:
-        """What the machine would allow, for each part that has a figure."""
-        if self.ceilings is None:
-            return {}
-        weight_bytes, parameters = weights_as_computed(self.info)
-        parts = {"prefill": (self.plan.prompt_len, self.prefill), "decode": (1, self.decode)}
-        return {
-            part: limit(self.ceilings, weight_bytes, parameters, tokens, statistics.fmean(samples))
-            for part, (tokens, samples) in parts.items()
-            if samples
-        }
+Tell = Callable[[str], None]
 
 
 def prompt_ids(llm: LLM) -> list[int]:
@@ -116,34 +30,85 @@ def prompt_ids(llm: LLM) -> list[int]:
     )
 
 
-def measure(llm: LLM, found: Findings, tell: Callable[[str], None]) -> None:
+def measure(llm: LLM, found: Findings, tell: Tell) -> None:
     """Run the plan's parts; `found` grows as they go. An interrupt ends it early and is noted there."""
     plan, ids = found.plan, prompt_ids(llm)
     try:
         tell("measuring this machine's read bandwidth and matmul rate")
-        found.ceilings = measure_ceilings(found.info.device, found.info.dtype)
+        found.ceilings = measure_ceilings(llm.info.device, llm.info.dtype)
         for part, size, run, samples in (
             ("prefill", plan.prompt_len, rates.prefill_rates, found.prefill),
             ("decode", plan.gen_len, rates.decode_rates, found.decode),
         ):
             if size:
-                tell(f"{part}: {size} tokens, one warm-up and {plan.repeat} repetitions")
-                for rate in run(llm, ids, size, plan.repeat, plan.seed):
+                tell(f"{part}: {size} tokens, one warm-up and {plan.repetitions} repetitions")
+                for rate in run(llm, ids, size, plan.repetitions, plan.seed):
                     samples.append(rate)
-                    tell(f"{part}: {len(samples)} of {plan.repeat}: {rate:.2f} tokens/s")
-        if plan.requests:
-            _serve(llm, found, ids, tell)
+                    tell(f"{part}: {len(samples)} of {plan.repetitions}: {rate:.2f} tokens/s")
+        if plan.load is not None:
+            _serve(llm, found, plan.load, ids, tell)
     except KeyboardInterrupt:
         found.interrupted = True
 
 
-def _serve(llm: LLM, found: Findings, ids: Sequence[int], tell: Callable[[str], None]) -> None:
-    plan = found.plan
-    jobs = mixed_jobs(ids, plan.requests, plan.input_len, plan.output_len, plan.seed)
-    tell(f"serving: {plan.requests} requests, {plan.concurrency} at once, after a warm-up")
-    serving.warm_up(llm, ids, jobs, plan.concurrency, plan.seed)
-    found.before = llm.metrics()
+def _serve(llm: LLM, found: Findings, load: Load, ids: Sequence[int], tell: Tell) -> None:
+    """Rounds over the points in turn, so that what the machine does meanwhile meets all of them."""
+    theirs = None
+    if any(point.contender == TRANSFORMERS for point in load.points):
+        tell("loading the model in transformers")
+        theirs = Transformers(llm.config.model, llm.info.dtype, llm.info.device, load.static_batch)
+    for turn in range(load.repeat):
+        for point in load.points:
+            label = point.label(load.is_sweep)
+            nonce = "" if load.warm_prefix else f"{label}/{turn}"
+            jobs = encoded(llm, make_jobs(load.dataset, ids, load.requests, found.plan.seed, nonce))
+            if turn == 0:
+                tell(f"serving ({label}): {load.requests} requests, after a warm-up")
+                _warm_up(llm, theirs, load, point, warm_jobs(load, point, jobs, ids, label))
+            run = Run(point)
+            found.runs.append(run)
+            if point.contender == TRANSFORMERS and theirs is not None:
+                run.dtype = theirs.dtype
+                theirs.serve(jobs, load.traffic(point, found.plan.seed), run.records, tell)
+            else:
+                serve_point(llm, load, run, jobs, found.plan.seed, tell)
+
+
+def serve_point(llm: LLM, load: Load, run: Run, jobs: Sequence[Job], seed: int, tell: Tell) -> None:
+    """One round of one point by the engine; `run` has what an interrupt leaves."""
+    batches = serving.StaticBatches(load.static_batch) if run.point.contender == STATIC else None
+    run.before = llm.metrics()
     try:
-        serving.serve_jobs(llm, jobs, plan.concurrency, found.records, tell)
+        serving.serve_jobs(llm, jobs, load.traffic(run.point, seed), run.records, run.client, tell, batches)
     finally:
-        found.after = llm.metrics()
+        run.after = llm.metrics()
+        run.memory = serving.peak_memory()
+
+
+def warm_jobs(load: Load, point: Point, jobs: Sequence[Job], ids: Sequence[int], nonce: str) -> list[Job]:
+    """As many short requests as there are at once."""
+    count = (point.concurrency or load.static_batch) if load.warm_ups is None else load.warm_ups
+    return warm_up_jobs([min(jobs, key=lambda job: job.input_len)], ids, count, nonce)
+
+
+def _warm_up(llm: LLM, theirs: Transformers | None, load: Load, point: Point, jobs: Sequence[Job]) -> None:
+    if not jobs:
+        return
+    if point.contender == TRANSFORMERS and theirs is not None:
+        theirs.serve(jobs, replace(load, rate=None).traffic(point, 0), [], lambda _: None)
+    else:
+        serving.warm_up(llm, jobs, len(jobs))
+
+
+def encoded(llm: LLM, jobs: Sequence[Job]) -> list[Job]:
+    """Texts and chats as token ids: what the engine takes. UsageError where the model has no tokenizer."""
+    return [job if job.input_len else replace(job, prompt=tuple(_ids(llm, job))) for job in jobs]
+
+
+def _ids(llm: LLM, job: Job) -> list[int]:
+    if isinstance(job.prompt, str):
+        return llm.tokenizer.encode(job.prompt)
+    messages = [message for message in job.prompt if isinstance(message, Mapping)]
+    if llm.tokenizer.template is None:
+        return llm.tokenizer.encode("\n\n".join(message["content"] for message in messages))
+    return llm.render(messages)

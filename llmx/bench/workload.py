@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
 from llmx.core import SamplingParams
@@ -22,12 +22,29 @@ class Span:
         return str(self.low) if self.low == self.high else f"{self.low}:{self.high}"
 
 
+Messages = tuple[Mapping[str, str], ...]
+
+
 @dataclass(frozen=True)
 class Job:
-    """One request of a workload: its prompt and how many tokens it is made to give (`ignore_eos`)."""
+    """One request of a workload: its prompt, token ids where they are known, and most tokens to give.
 
-    prompt: tuple[int, ...]
+    `exact`: it is made to give just as many (`ignore_eos`). Requests with different salts share no cached prefix.
+    """
+
+    prompt: tuple[int, ...] | str | Messages
     output_len: int
+    exact: bool = True
+    salt: str = ""
+
+    @property
+    def input_len(self) -> int:
+        """In tokens; 0 where only the server knows."""
+        return len(self.prompt) if isinstance(self.prompt, tuple) and _is_ids(self.prompt) else 0
+
+
+def _is_ids(prompt: Sequence[object]) -> bool:
+    return bool(prompt) and isinstance(prompt[0], int)
 
 
 def parse_span(text: str, flag: str) -> Span:
@@ -64,6 +81,6 @@ def mixed_jobs(ids: Sequence[int], count: int, prompt: Span, output: Span, seed:
     return [Job(random_prompt(ids, n_in, f"{seed}/{i}"), n_out) for i, (n_in, n_out) in enumerate(lengths)]
 
 
-def forced(tokens: int) -> SamplingParams:
-    """Greedy, and exactly `tokens` tokens: the end of the text is ignored."""
-    return SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+def forced(tokens: int, exact: bool = True) -> SamplingParams:
+    """Greedy, and exactly `tokens` tokens: the end of the text is ignored. Not `exact`: at most so many."""
+    return SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=exact)

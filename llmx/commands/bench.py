@@ -1,25 +1,40 @@
-"""`llmx bench`: prefill and decode rates, and latencies at a concurrency; a table, and a JSON report."""
+"""`llmx bench`: prefill and decode rates, and latencies under load, here or at a URL; a table, a JSON report, gates."""
 
 from __future__ import annotations
 
 import json as jsonlib
+import math
 import os
 import re
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from llmx.commands import options as o
 from llmx.commands.ready import model_facts, progress, ready, ticker
-from llmx.errors import UsageError
+from llmx.errors import CheckFailed, UsageError
+from llmx.gates import Gate, Verdict, judge, parse_gates, require
 
 if TYPE_CHECKING:
-    from llmx.bench.run import Findings
+    from llmx.bench.findings import Findings
+    from llmx.bench.plan import Load, Plan
+    from llmx.report import Report
 
 INTERRUPTED = 130
+CLOSED = 8  # requests at once where nothing else is said
+LONG_HINT = 400
+WIDTH = 120  # of tables where there is no terminal
+KEYS = ("LLMX_API_KEY", "OPENAI_API_KEY")
+BATCHINGS = {"continuous": ("continuous",), "static": ("static",), "both": ("continuous", "static")}
 _WORK = {"rich_help_panel": "What is measured"}
+_LOAD = {"rich_help_panel": "The requests"}
+_URL = {"rich_help_panel": "Against a server"}
+_OUT = {"rich_help_panel": "Output and gates"}
 
 
 def bench(
@@ -30,20 +45,95 @@ def bench(
     gen_len: Annotated[
         int, typer.Option("-n", "--n-gen", min=0, help="Tokens of the decode test; 0: none.", **_WORK)
     ] = 128,
-    repeat: Annotated[int, typer.Option("-r", "--repetitions", min=1, help="Runs of both tests.", **_WORK)] = 5,
+    repetitions: Annotated[int, typer.Option("-r", "--repetitions", min=1, help="Runs of both tests.", **_WORK)] = 5,
+    batching: Annotated[
+        str, typer.Option(help="continuous; static: a batch is served whole before the next; both.", **_WORK)
+    ] = "continuous",
+    static_batch: Annotated[int, typer.Option(min=1, help="Most requests in a static batch.", **_WORK)] = 32,
+    baseline: Annotated[
+        str | None, typer.Option(help="transformers: static batches of its generate beside ours.", **_WORK)
+    ] = None,
+    repeat: Annotated[int, typer.Option(min=1, help="Rounds of the requests: mean ± sd.", **_WORK)] = 1,
     concurrency: Annotated[
-        int, typer.Option("--concurrency", "--max-concurrency", min=1, help="Requests at once.", **_WORK)
-    ] = 8,
+        str | None,
+        typer.Option(
+            "--concurrency",
+            "--max-concurrency",
+            help="Requests at once; 1,4,16: one after the other. With --request-rate: most at once.",
+            show_default="8; none with --request-rate",
+            **_LOAD,
+        ),
+    ] = None,
+    request_rate: Annotated[
+        str | None,
+        typer.Option(help="Requests a second, sent whether or not others have ended; inf: all at once.", **_LOAD),
+    ] = None,
+    arrivals: Annotated[
+        str | None, typer.Option(help="poisson, gamma or constant gaps.", show_default="poisson", **_LOAD)
+    ] = None,
+    burstiness: Annotated[
+        float | None,
+        typer.Option(help="Shape of gamma gaps: below 1 burstier than Poisson.", show_default="1", **_LOAD),
+    ] = None,
     requests: Annotated[
-        int, typer.Option("--requests", "--num-prompts", min=0, help="Requests in all; 0: none.", **_WORK)
+        int, typer.Option("--requests", "--num-prompts", min=0, help="Requests in all; 0: none.", **_LOAD)
     ] = 32,
-    input_len: Annotated[str, typer.Option(help="Their prompts' tokens: a length or a range.", **_WORK)] = "32:512",
-    output_len: Annotated[str, typer.Option(help="Their outputs' tokens: a length or a range.", **_WORK)] = "16:256",
-    seed: Annotated[int, typer.Option(min=0, help="Of the random prompts and lengths.", **_WORK)] = 0,
+    dataset: Annotated[
+        str,
+        typer.Option(
+            help='random, prefix-repetition, or a file: lines of {"prompt", "output_tokens"}, {"messages"} or '
+            "Spec-Bench's questions.",
+            **_LOAD,
+        ),
+    ] = "random",
+    input_len: Annotated[str, typer.Option(help="Random prompts' tokens: a length or a range.", **_LOAD)] = "32:512",
+    output_len: Annotated[
+        str, typer.Option(help="Outputs' tokens: a length or a range; of a file: at most the last.", **_LOAD)
+    ] = "16:256",
+    prefix_len: Annotated[int, typer.Option(min=1, help="Tokens that prompts share.", **_LOAD)] = 256,
+    suffix_len: Annotated[int, typer.Option(min=1, help="Tokens that are each prompt's own.", **_LOAD)] = 256,
+    num_prefixes: Annotated[int, typer.Option(min=1, help="Different beginnings.", **_LOAD)] = 10,
+    ignore_eos: Annotated[
+        bool | None,
+        typer.Option("--ignore-eos/--no-ignore-eos", show_default="not of a file", help="Outputs go on.", **_LOAD),
+    ] = None,
+    warmups: Annotated[
+        int | None,
+        typer.Option(
+            "--warmups",
+            "--num-warmups",
+            min=0,
+            help="Requests before, of other prompts.",
+            show_default="one for each at once; of a URL twice that, at least 8",
+            **_LOAD,
+        ),
+    ] = None,
+    warm_prefix: Annotated[
+        bool, typer.Option("--warm-prefix", help="Prompts may be in the prefix cache from before.", **_LOAD)
+    ] = False,
+    seed: Annotated[int, typer.Option(min=0, help="Of prompts, lengths and arrivals.", **_LOAD)] = 0,
+    url: Annotated[
+        str | None, typer.Option(help="Measure the server there; MODEL is the name that it serves.", **_URL)
+    ] = None,
+    endpoint: Annotated[
+        str | None,
+        typer.Option(help="completions or chat.", show_default="chat for a dataset of chats", **_URL),
+    ] = None,
+    client_procs: Annotated[int, typer.Option(min=1, help="Processes that send.", **_URL)] = 1,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Most seconds without a byte.", **_URL)] = 600,
+    slo: Annotated[
+        list[str] | None,
+        typer.Option(help="Limits in ms: ttft:500,tpot:50,e2el:9000, or mlperf:llama3.1-8b-interactive.", **_OUT),
+    ] = None,
     json: Annotated[
         Path | None,
-        typer.Option("--json", metavar="PATH", show_default="./llmx-bench-MODEL-TIME.json", help="-: stdout."),
+        typer.Option("--json", metavar="PATH", show_default="./llmx-bench-MODEL-TIME.json", help="-: stdout.", **_OUT),
     ] = None,
+    fail_if: Annotated[
+        list[str] | None, typer.Option(help="Exit 3 if a figure is so: 'ttft_ms.p99>500'; repeatable.", **_OUT)
+    ] = None,
+    against: Annotated[Path | None, typer.Option(help="Exit 3 if worse than this earlier report.", **_OUT)] = None,
+    max_regression: Annotated[str, typer.Option(help="How much worse is not worse.", **_OUT)] = "5%",
     dtype: o.Dtype = "auto",
     device: o.Device = "auto",
     kv_cache_dtype: o.KvCacheDtype = "auto",
@@ -55,33 +145,128 @@ def bench(
     threads: o.Threads = None,
     tp: o.TensorParallel = 1,
 ) -> None:
-    """Measure a model here: prefill and decode rates of one request, then throughput and latencies of many.
+    """Measure a model here, or a server at a URL: rates of one request, throughput and latencies of many.
 
-    Random prompts, end of text ignored, tokens counted as ids. The report's last line is the path of its JSON.
+    Tokens are counted as ids. The report's last line is the path of its JSON.
     """
-    from llmx.bench.run import Findings, Plan, measure
+    flags = dict(locals())
+    started = datetime.now(UTC)
+    plan = make_plan(flags)
+    name, defaulted = o.choose_model(model) if url is None else (model, False)
+    outlet = Outlet(flags, name or "server", defaulted, started, plan)
+    found = _at_url(flags, plan) if url is not None else _here(flags, name or o.DEMO, plan)
+    outlet.publish(found)
+
+
+def make_plan(flags: Mapping[str, Any]) -> Plan:
+    """The flags as a plan. UsageError for what can't be, before any work."""
+    from llmx.bench.plan import Plan
+
+    remote = flags["url"] is not None
+    prompt_len, gen_len = (0, 0) if remote else (flags["prompt_len"], flags["gen_len"])
+    load = _load(flags) if flags["requests"] else None
+    if remote and load is None:
+        raise UsageError("--requests 0 leaves nothing to measure at a URL.")
+    return Plan(prompt_len, gen_len, flags["repetitions"], load, flags["seed"])
+
+
+def _load(flags: Mapping[str, Any]) -> Load:
+    from llmx.bench.arrivals import PROCESSES, parse_rate
+    from llmx.bench.datasets import open_dataset
+    from llmx.bench.plan import SERVER, Load
+    from llmx.bench.slo import parse_slo
     from llmx.bench.workload import parse_span
 
-    started = datetime.now(UTC)
-    spans = parse_span(input_len, "--input-len"), parse_span(output_len, "--output-len")
-    plan = Plan(prompt_len, gen_len, repeat, concurrency, requests, *spans, seed)
-    name, defaulted = o.choose_model(model)
-    path = destination(json, name, started)
-    config = o.engine_config(
-        name,
-        dtype=dtype,
-        device=device,
-        kv_cache_dtype=kv_cache_dtype,
-        max_model_len=max_model_len,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        memory_utilization=memory_utilization,
-        block_size=block_size,
-        threads=threads,
-        tp=tp,
-        seed=seed,
+    rate = None if flags["request_rate"] is None else parse_rate(flags["request_rate"])
+    arrivals, burstiness = flags["arrivals"], flags["burstiness"]
+    _one_of("arrivals", arrivals or "poisson", PROCESSES)
+    if rate is None and (arrivals is not None or burstiness is not None):
+        raise UsageError("--arrivals and --burstiness go with --request-rate.")
+    if burstiness is not None and (not 0 < burstiness < math.inf or arrivals not in (None, "gamma")):
+        raise UsageError(f"--burstiness {burstiness:g} must be above 0, and goes with --arrivals gamma.")
+    if arrivals is None:
+        arrivals = "poisson" if burstiness in (None, 1.0) else "gamma"
+    contenders = (SERVER,) if flags["url"] is not None else _contenders(flags)
+    dataset = open_dataset(
+        flags["dataset"],
+        flags["ignore_eos"],
+        input_len=parse_span(flags["input_len"], "--input-len"),
+        output_len=parse_span(flags["output_len"], "--output-len"),
+        prefix_len=flags["prefix_len"],
+        suffix_len=flags["suffix_len"],
+        prefixes=flags["num_prefixes"],
     )
+    return Load(
+        dataset,
+        flags["requests"],
+        _points(flags, contenders, rate),
+        rate,
+        arrivals,
+        1.0 if burstiness is None else burstiness,
+        flags["repeat"],
+        parse_slo(flags["slo"]),
+        flags["warmups"],
+        flags["warm_prefix"],
+        flags["static_batch"],
+        flags["client_procs"],
+    )
+
+
+def _one_of(flag: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise UsageError(f"--{flag} {value} is not known; there are {', '.join(known)}.")
+
+
+def _contenders(flags: Mapping[str, Any]) -> tuple[str, ...]:
+    from llmx.bench.plan import TRANSFORMERS
+
+    _one_of("batching", flags["batching"], tuple(BATCHINGS))
+    found = BATCHINGS[flags["batching"]]
+    if flags["baseline"] is not None:
+        import importlib.util
+
+        _one_of("baseline", flags["baseline"], (TRANSFORMERS,))
+        if importlib.util.find_spec(TRANSFORMERS) is None:
+            raise UsageError(
+                "--baseline transformers needs the package transformers, which is not installed.",
+                "pip install transformers accelerate",
+            )
+        if not _exact(flags):
+            raise UsageError("--baseline transformers needs outputs of given lengths.", "Add --ignore-eos.")
+        found = (*found, TRANSFORMERS)
+    return found
+
+
+def _exact(flags: Mapping[str, Any]) -> bool:
+    from llmx.bench.datasets import PREFIXES, RANDOM
+
+    return bool(flags["dataset"] in (RANDOM, PREFIXES) if flags["ignore_eos"] is None else flags["ignore_eos"])
+
+
+def _points(flags: Mapping[str, Any], contenders: tuple[str, ...], rate: float | None) -> tuple[Any, ...]:
+    from llmx.bench.plan import Point
+
+    text = flags["concurrency"]
+    if text is None:
+        return tuple(Point(contender, CLOSED if rate is None else None) for contender in contenders)
+    if re.fullmatch(r"\s*[1-9]\d{0,5}\s*(,\s*[1-9]\d{0,5}\s*)*", text, re.ASCII) is None:
+        raise UsageError(f"--concurrency must be a number of at least 1, or several like 1,4,16, not {text!r}.")
+    sizes = list(dict.fromkeys(int(size) for size in text.split(",")))
+    if len(sizes) > 1 and len(contenders) > 1:
+        raise UsageError("Several --concurrency with several contenders are too many; give one of either.")
+    return tuple(Point(contender, size) for size in sizes for contender in contenders)
+
+
+def _here(flags: Mapping[str, Any], name: str, plan: Plan) -> Findings:
+    """Load the model in this process and measure it."""
+    if flags["baseline"] is not None and name.startswith("random:"):
+        raise UsageError(f"transformers knows no {name}.", "Leave --baseline out, or name a model with weights.")
+    names = ("dtype", "device", "kv_cache_dtype", "max_model_len", "max_num_seqs", "max_num_batched_tokens",
+             "memory_utilization", "block_size", "threads", "tp", "seed")  # fmt: skip
+    config = o.engine_config(name, **{key: flags[key] for key in names})
     ready(name)
+    from llmx.bench.findings import Findings
+    from llmx.bench.run import measure
     from llmx.llm import LLM
 
     with progress(f"loading {name}") as tell:
@@ -91,9 +276,108 @@ def bench(
         found = Findings(plan, llm.info)
         with ticker() as say:
             measure(llm, found, say)
-    publish(found, defaulted, started, path)
-    if found.interrupted:
-        raise typer.Exit(INTERRUPTED)
+    return found
+
+
+def _at_url(flags: Mapping[str, Any], plan: Plan) -> Findings:
+    from llmx.bench.against import fresh_nonce, measure_server
+    from llmx.bench.findings import Findings
+    from llmx.bench.remote import connect
+
+    assert plan.load is not None, "made so"
+    chat = plan.load.dataset.is_chat
+    if flags["endpoint"] is not None:
+        _one_of("endpoint", flags["endpoint"], ("completions", "chat"))
+        chat = flags["endpoint"] == "chat"
+    key = next((value for name in KEYS if (value := os.environ.get(name, "").strip())), None)
+    server = connect(flags["url"], flags["model"], chat, key, flags["timeout"])
+    found = Findings(plan, server=server)
+    with ticker() as say:
+        measure_server(server, found, fresh_nonce(), say)
+    return found
+
+
+class Outlet:
+    """Where the figures go, and what they are held against: all of it checked before the run."""
+
+    def __init__(
+        self, flags: Mapping[str, Any], name: str, defaulted: bool, started: datetime, plan: Plan
+    ) -> None:  # fmt: skip
+        from llmx.bench.compare import check_comparable, parse_bound, read_report
+        from llmx.report import SCHEMA_VERSION
+
+        self.defaulted, self.started = defaulted, started
+        self.gates: tuple[Gate, ...] = parse_gates(flags["fail_if"])
+        if self.gates:
+            _require(self.gates, plan)
+        self.bound = parse_bound(flags["max_regression"], "--max-regression")
+        self.against: Path | None = flags["against"]
+        self.old = None if self.against is None else read_report(self.against, "bench")
+        if self.old is not None:
+            check_comparable(self.old, {"command": "bench", "schema_version": SCHEMA_VERSION})
+        self.path = destination(flags["json"], name, started)
+
+    def publish(self, found: Findings) -> None:
+        """The table and the path of the JSON to stdout, or with no path the JSON alone; then the gates. CheckFailed."""
+        results = found.results()
+        verdicts, unknown = self._judge(results)
+        if verdicts:
+            results["gates"] = [asdict(verdict) for verdict in verdicts]
+        document = flat(make_report(found, results, self.defaulted, self.started), found)
+        failed = [verdict.says for verdict in verdicts if verdict.failed] + self._worse(document)
+        self._show(found, document)
+        if found.interrupted:
+            raise typer.Exit(INTERRUPTED)
+        if unknown is not None:
+            raise unknown
+        if failed:
+            count = "A gate" if len(failed) == 1 else f"{len(failed)} gates"
+            raise CheckFailed(f"{count} failed: {'; '.join(failed)}.")
+
+    def _judge(self, results: Mapping[str, Any]) -> tuple[list[Verdict], UsageError | None]:
+        """Also what is wrong with the gates, to be said when the report has been written."""
+        from llmx.bench.findings import by_short_paths
+
+        try:
+            return judge(self.gates, by_short_paths(results)), None
+        except UsageError as error:
+            return [], error
+
+    def _worse(self, document: dict[str, Any]) -> list[str]:
+        """What got worse since the earlier report; written into this one too."""
+        from llmx.bench.compare import changes, regressions
+
+        if self.old is None:
+            return []
+        worse = regressions(changes(self.old["results"], document["results"]), self.bound)
+        document["against"] = {"report": str(self.against), "bound": self.bound, "worse": worse}
+        return worse
+
+    def _show(self, found: Findings, document: Mapping[str, Any]) -> None:
+        text = jsonlib.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+        if self.path is None:
+            typer.echo(text, nl=False)
+            return
+        from rich.console import Console
+
+        from llmx.bench.table import show
+
+        show(Console(width=None if sys.stdout.isatty() else WIDTH), found)
+        _write(self.path, text)
+        typer.echo(self.path)
+
+
+def _require(gates: tuple[Gate, ...], plan: Plan) -> None:
+    """UsageError for a figure that this plan has none of."""
+    from llmx.bench.findings import Findings
+
+    limits = [f"ceilings.{part}.share_reached" for part in ("prefill", "decode", "serving")]
+    try:
+        require(gates, Findings(plan).names() + limits)
+    except UsageError as error:
+        if len(error.hint or "") > LONG_HINT:
+            error.hint = "Figures are ttft_ms.p99, tpot_ms.mean, output_throughput, failed and the like: see a report."
+        raise
 
 
 def destination(asked: Path | None, model: str, started: datetime) -> Path | None:
@@ -108,27 +392,59 @@ def destination(asked: Path | None, model: str, started: datetime) -> Path | Non
     return path
 
 
-def publish(found: Findings, defaulted: bool, started: datetime, path: Path | None) -> None:
-    """The table and the path of the JSON to stdout; or with no path the JSON alone."""
-    from rich.console import Console
+def _write(path: Path, text: str) -> None:
+    from llmx.report import write_whole
 
+    try:
+        write_whole(path, text)
+    except OSError as error:
+        raise UsageError(f"The report can't be written to {path}: {error.strerror}.") from error
+
+
+def make_report(found: Findings, results: Mapping[str, Any], defaulted: bool, started: datetime) -> Report:
     from llmx.bench.definitions import DEFINITIONS
-    from llmx.bench.table import show
     from llmx.report import Report
 
-    report = Report(
+    if found.info is not None:
+        model = model_facts(found.info)
+    else:
+        assert found.server is not None
+        model = {"name": found.server.model, "url": found.server.root + found.server.path}
+    return Report(
         "bench",
-        found.results(),
-        model=model_facts(found.info),
+        _infinite(results),
+        model=model,
         model_defaulted=defaulted,
         definitions=DEFINITIONS,
-        kernels=dict(found.info.kernels),
+        kernels=dict(found.info.kernels) if found.info is not None else {},
         seeds={"workload": found.plan.seed},
         started=started,
     )
-    if path is None:
-        typer.echo(jsonlib.dumps(report.to_dict(), indent=2, ensure_ascii=False))
-        return
-    show(Console(), found)
-    report.write_json(path)
-    typer.echo(path)
+
+
+def _infinite(value: Any) -> Any:
+    """JSON has no infinity: "inf", as vLLM writes it, says more than null."""
+    if isinstance(value, Mapping):
+        return {key: _infinite(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_infinite(inner) for inner in value]
+    return "inf" if isinstance(value, float) and math.isinf(value) else value
+
+
+def flat(report: Report, found: Findings) -> dict[str, Any]:
+    """The report, with the figures of `serving` on top too, where `vllm bench serve` has them, under its keys."""
+    document = report.to_dict()
+    serving = document["results"].get("serving")
+    if serving is None:
+        return document
+    assert report.model is not None
+    plain = {key: value for key, value in serving.items() if not isinstance(value, dict | list)}
+    head = {
+        "date": f"{report.started:%Y%m%d-%H%M%S}",
+        "endpoint_type": "llmx" if found.server is None else "openai-chat" if found.server.chat else "openai",
+        "backend": "llmx" if found.server is None else "openai",
+        "label": None,
+        "model_id": report.model["name"],
+        "tokenizer_id": report.model["name"],
+    }
+    return {**head, **plain, **document}

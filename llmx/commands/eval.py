@@ -57,7 +57,9 @@ def eval(
             **_WORK,
         ),
     ] = "llama.cpp",
-    ctx: Annotated[int | None, typer.Option(help="Tokens in a window.", show_default="the protocol's", **_WORK)] = None,
+    window: Annotated[
+        int | None, typer.Option("--ctx", help="Tokens in a window.", show_default="the protocol's", **_WORK)
+    ] = None,
     chunks: Annotated[
         int | None,
         typer.Option(min=1, help="Most windows to score.", show_default="all; 8 of generated text", **_WORK),
@@ -146,7 +148,7 @@ def eval(
     if tasks is not None and not found.interrupted:
         with ticker() as say:
             found.tasks, found.interrupted = run_tasks(config, wanted, say)
-    _publish(found, gates, defaulted, started, json)
+    _publish(name, found, gates, defaulted, started, json)
 
 
 def _written(text: Path | None, dataset: str | None) -> Written | None:
@@ -165,8 +167,11 @@ def _check_names(gates: tuple[Gate, ...], scores: bool, compares: bool, tasks: s
 
     names = [f"text.{name}" for name in ("tokens", "ctx", "windows", "windows_asked", "scored", "bytes", "bos")]
     names += NAMES["perplexity"] if scores else ()
+    if not compares and (alone := [g for g in gates if g.path in NAMES["distance"]]):
+        raise UsageError(f"--fail-if {alone[0].text!r} needs a reference.", hint="add --reference or --logits")
     names += NAMES["distance"] if compares else ()
-    require([gate for gate in gates if tasks is None or not gate.path.startswith("tasks")], names)
+    if tasks is None:
+        require(gates, names)
 
 
 def _score(config: EngineConfig, reference: str | None, found: Findings) -> None:
@@ -187,7 +192,9 @@ def _model(config: EngineConfig) -> Model:
     return Model(config, located, open_tokenizer(located))
 
 
-def _publish(found: Findings, gates: tuple[Gate, ...], defaulted: bool, started: datetime, path: Path | None) -> None:
+def _publish(
+    name: str, found: Findings, gates: tuple[Gate, ...], defaulted: bool, started: datetime, path: Path | None
+) -> None:
     """The report, the verdicts on the gates in it; then what they say."""
     from rich.console import Console
 
@@ -202,7 +209,7 @@ def _publish(found: Findings, gates: tuple[Gate, ...], defaulted: bool, started:
     report = Report(
         "eval",
         results,
-        model=None if found.info is None else model_facts(found.info),
+        model={"name": name} if found.info is None else model_facts(found.info),
         model_defaulted=defaulted,
         definitions=DEFINITIONS,
         kernels={} if found.info is None else dict(found.info.kernels),

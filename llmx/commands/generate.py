@@ -50,6 +50,9 @@ def generate(
     repetition_penalty: o.RepetitionPenalty = 1.0,
     presence_penalty: o.PresencePenalty = 0.0,
     frequency_penalty: o.FrequencyPenalty = 0.0,
+    json_schema: o.JsonSchema = None,
+    regex: o.Regex = None,
+    grammar: o.GrammarFile = None,
     logprobs: Annotated[
         int | None, typer.Option(help="With --json: so many likeliest tokens beside each.", **_SAMPLING)
     ] = None,
@@ -84,6 +87,7 @@ def generate(
         max_tokens=max_tokens,
         logprobs=logprobs,
         seed=seed,
+        grammar=o.text_grammar(json_schema, regex, grammar),
     )
     text = read_prompt(prompt)
     name, defaulted = o.choose_model(model)

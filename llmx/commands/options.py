@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import sys
@@ -12,12 +13,14 @@ import typer
 
 from llmx.config import EngineConfig
 from llmx.core import SamplingParams
+from llmx.errors import UsageError
 
 DEMO = "demo"
 
 _ENGINE = "Engine"
 _OUTPUT = "Output"
 _SAMPLING = "Sampling"
+_STRUCTURE = "Form of the text"
 
 Model = Annotated[
     str | None,
@@ -114,6 +117,22 @@ FrequencyPenalty = Annotated[
 ServedModelName = Annotated[
     str | None, typer.Option("--served-model-name", help="The name that the API shows; default: MODEL.")
 ]
+JsonSchema = Annotated[
+    str | None,
+    typer.Option(
+        "--json-schema", help="The text is JSON that fits this schema: a file, or JSON.", rich_help_panel=_STRUCTURE
+    ),
+]
+Regex = Annotated[
+    str | None,
+    typer.Option("--regex", help="The text as a whole matches this expression.", rich_help_panel=_STRUCTURE),
+]
+GrammarFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--grammar", help="The text follows the grammar in this file: Lark, or GBNF.", rich_help_panel=_STRUCTURE
+    ),
+]
 
 
 def writable(path: Path | None) -> Path | None:
@@ -147,6 +166,42 @@ def engine_config(model: str, **flags: Any) -> EngineConfig:
     if "tp" in flags:
         flags["tensor_parallel_size"] = flags.pop("tp")
     return EngineConfig(model=model, **flags)
+
+
+def text_grammar(json_schema: str | None, regex: str | None, grammar: Path | None) -> str | None:
+    """What --json-schema, --regex or --grammar ask of the text, tried out. UsageError where it can't be."""
+    from llmx import grammar as g
+
+    given = {"--json-schema": json_schema, "--regex": regex, "--grammar": grammar}
+    names = [name for name, value in given.items() if value is not None]
+    if len(names) > 1:
+        raise UsageError(f"{names[0]} and {names[1]} exclude each other.", hint="Leave one of the two out.")
+    if json_schema is not None:
+        text = json_schema if json_schema.lstrip().startswith("{") else _read(Path(json_schema), names[0])
+        try:
+            schema = json.loads(text)
+        except (ValueError, RecursionError):
+            raise UsageError(
+                "--json-schema is no JSON.", hint="Give a file, or an object: '{\"type\": ...}'."
+            ) from None
+        made = g.from_json_schema(schema, param=names[0])
+    elif regex is not None:
+        made = g.regex(regex, param=names[0])
+    elif grammar is not None:
+        return g.from_grammar(_read(grammar, names[0]), param=names[0])
+    else:
+        return None
+    g.validate(made, param=names[0])
+    return made
+
+
+def _read(file: Path, flag: str) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{flag}: {file} can't be read: {error.strerror}.") from None
+    except ValueError:
+        raise UsageError(f"{flag}: {file} is no UTF-8 text.") from None
 
 
 def sampling_params(*, max_tokens: int, stop: list[str] | None, seed: int | None, **flags: Any) -> SamplingParams:

@@ -112,6 +112,23 @@ def serve(
             rich_help_panel=_SERVER,
         ),
     ] = None,
+    tool_call_parser: Annotated[
+        str,
+        typer.Option(
+            "--tool-call-parser",
+            help="How the model writes tool calls: auto (as its chat template tells), off, hermes, llama3_json, "
+            "mistral, granite or phi4_mini.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = "auto",
+    reasoning_parser: Annotated[
+        str,
+        typer.Option(
+            "--reasoning-parser",
+            help="What stands around the model's thoughts: auto (as its chat template tells), off, think or mistral.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = "auto",
     generation_config: Annotated[
         str,
         typer.Option(
@@ -161,6 +178,8 @@ def serve(
         request_seconds=request_timeout,
         allowed_hosts=tuple(allowed_hosts or ()),
         share_cache=share_prefix_cache,
+        tool_call_parser=tool_call_parser,
+        reasoning_parser=reasoning_parser,
     )
     sampling = Defaults(generation_config, override_generation_config)
     name, _ = o.choose_model(model)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,6 +14,7 @@ from llmx.cache.pools import LayerSpec, block_bytes, windows_of
 from llmx.config import ALIASES, EngineConfig, EngineInfo
 from llmx.device import available_memory, resolve_device, thread_count, total_memory
 from llmx.engine.engine import Engine
+from llmx.engine.memory import ACTIVATION_SHARE, check_demand, random_demand, weight_demand
 from llmx.errors import UsageError
 from llmx.formats.hub import Located, locate
 from llmx.kernels import Kernels
@@ -21,12 +22,13 @@ from llmx.loading import CheckpointWeights, RandomWeights, Shard
 from llmx.models import Opened, open_model, random_shape
 from llmx.parallel.group import Alone, Group
 from llmx.scheduler import Limits
-from llmx.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    from llmx.tokenizer import Tokenizer
 
 RANDOM = "random:"
 GIB = 2**30
 CPU_KV_BYTES = 4 * GIB  # unless more is asked for, or one sequence needs more
-ACTIVATION_SHARE = 0.05  # of the memory in play, for activations
 
 Progress = Callable[[int, int], None]
 Join = Callable[[torch.device], Group]
@@ -60,10 +62,15 @@ def build_engine(
     opened = None if located is None else open_model(located)
     family, shape = random_shape(config.model[len(RANDOM) :]) if opened is None else (opened.family, opened.config)
     shape.check_ranks(ranks)
-    group: Group = Alone() if join is None else join(device)
     dtype = _dtype(config, opened, device)
     kv_dtype = dtype if config.kv_cache_dtype == "auto" else _torch_dtype(config.kv_cache_dtype)
     length = _length(config, shape.max_position)
+    if opened is None:
+        wanted = random_demand(shape, dtype, device)
+    else:
+        wanted = weight_demand(opened.checkpoint, dtype, device, kernels)
+    check_demand(config, wanted, shape.specs(ranks), length, kv_dtype, free, device)
+    group: Group = Alone() if join is None else join(device)
     shard = Shard(group.rank, group.size)
     if opened is None:
         weights: Any = RandomWeights(config.seed, dtype, device, kernels, shard=shard)
@@ -84,7 +91,7 @@ def build_engine(
         kv_dtype=kv_dtype,
         device=device,
         prefix_caching=config.prefix_caching,
-        tokenizer=None if located is None else partial(load_tokenizer, located),
+        tokenizer=None if located is None else partial(_tokenizer, located),
     )
     for op in ("linear", "philox_uniform"):  # named in the report even before anybody asks for them
         kernels.get(op)
@@ -111,6 +118,12 @@ def build_engine(
         load_seconds=time.monotonic() - began,
     )
     return engine, info
+
+
+def _tokenizer(located: Located) -> Tokenizer:
+    from llmx.tokenizer import load_tokenizer  # a library of its own, which only requests with a grammar need here
+
+    return load_tokenizer(located)
 
 
 def _agreed(group: Group, fit: Fit | None, kv_groups: int, device: torch.device) -> Fit:

@@ -7,7 +7,7 @@ and its copy of the vocabulary built, at the first request that has a grammar.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -26,11 +26,15 @@ if TYPE_CHECKING:
 
 Mask = NDArray[np.bool_]  # (vocab,)
 CACHE_BYTES = 64 * 2**20
+STUCK = "no token of this model can follow"
 COMPILED_BYTES, PER_CHARACTER = 2**20, 32  # of a compiled grammar in use, about: the library doesn't say
 
 
 class Vocabulary:
-    """The tokenizer as llguidance knows it, with one more token at the end, which says that the text may end."""
+    """The tokenizer as llguidance knows it, with one more token at the end, which says that the text may end.
+
+    Where a grammar leaves only one way to go on, llguidance allows the very token that the tokenizer would take.
+    """
 
     def __init__(self, tokenizer: Tokenizer, vocab: int) -> None:
         from llguidance import LLTokenizer, TokenizerWrapper
@@ -49,10 +53,27 @@ class Vocabulary:
             special_token_ids = [*special, self.end]  # noqa: RUF012
 
             def __call__(self, text: bytes | str) -> list[int]:
-                text = text.decode(errors="replace") if isinstance(text, bytes) else text
-                return tokenizer.encode(text, add_special=False, parse_special=False)
+                data = text if isinstance(text, bytes) else text.encode()
+                ids = tokenizer.encode(data.decode(errors="replace"), add_special=False, parse_special=False)
+                # Some tokenizers put a space in front of a text, or change it.
+                faithful = all(i < len(pieces) for i in ids) and b"".join(pieces[i] for i in ids) == data
+                return ids if faithful else longest_first(data, ids_of)
 
+        ids_of = {piece: token for token, piece in reversed(list(enumerate(pieces))) if token not in special}
         self.library = LLTokenizer(TokenizerWrapper(Wrapped()))
+
+
+def longest_first(data: bytes, ids_of: Mapping[bytes, int]) -> list[int]:
+    """Tokens that spell `data`, each the longest that fits, up to where none does."""
+    longest, found, at = max(map(len, ids_of)), [], 0
+    while at < len(data):
+        sizes = range(min(longest, len(data) - at), 0, -1)
+        size = next((size for size in sizes if data[at : at + size] in ids_of), None)
+        if size is None:
+            break
+        found.append(ids_of[data[at : at + size]])
+        at += size
+    return found
 
 
 class Constraint:
@@ -73,11 +94,11 @@ class Constraint:
 
     def push(self, token: int) -> str | None:
         """The text's next token. "stop" if it is complete and nothing may follow, "abort" if it is `broken`."""
+        self._now, self._looked = None, True
         if not self._matcher.consume_token(token):
-            self._now, self.broken = None, self._why() or f"token {token} is not allowed"
+            self.broken = self._why() or f"token {token} is not allowed"
             return "abort"
-        if self._matcher.is_stopped():
-            self._now = None
+        if self._matcher.is_stopped() and self._matcher.is_accepting():
             return "stop"
         return self.look()
 
@@ -93,23 +114,23 @@ class Constraint:
         elif bits[self._vocabulary.end]:
             return "stop"
         else:
-            self.broken = "no token of this model can follow"
+            self.broken = STUCK
         return "abort"
 
     def after(self, paths: Sequence[Sequence[int]]) -> list[Mask | None]:
         """For each path of drafts the tokens that may follow it; None behind one that the grammar forbids, or ends."""
         if not self._looked:
             self.look()
-        ahead = self._matcher.deep_copy() if any(paths) else None  # an error in a draft's future stays there
-        return [self._after(ahead, path) if path else self._now for path in paths]
+        return [self._after(path) if path else self._now for path in paths]
 
-    def _after(self, ahead: Any, path: Sequence[int]) -> Mask | None:
-        if ahead.is_error() or any(token >= self._vocabulary.count for token in path):
+    def _after(self, path: Sequence[int]) -> Mask | None:
+        """On a copy, which costs microseconds: llguidance 1.9's masks can lack tokens after its `rollback`."""
+        if self._now is None or any(token >= self._vocabulary.count for token in path):
             return None
-        taken = ahead.try_consume_tokens(list(path))
-        bits = self._bits(ahead) if taken == len(path) and not ahead.is_stopped() else None
-        if taken and not ahead.is_error():
-            ahead.rollback(taken)
+        ahead = self._matcher.deep_copy()
+        if ahead.try_consume_tokens(list(path)) < len(path) or ahead.is_stopped():
+            return None
+        bits = self._bits(ahead)
         return self._mask(bits) if bits is not None and bits[: self._vocabulary.count].any() else None
 
     def _bits(self, matcher: Any) -> Mask | None:
@@ -127,7 +148,8 @@ class Constraint:
         return mask
 
     def _why(self) -> str:
-        return str(self._matcher.get_error()).partition("\n")[0][:200].rstrip(". ")
+        said = str(self._matcher.get_error()).partition("\n")[0][:200].rstrip(". ")
+        return STUCK if said == "NoExtensionBias" else said
 
 
 class Grammars:

@@ -10,6 +10,7 @@ from llmx.config import STEP_BOUNDS, EngineConfig, EngineInfo, Metrics
 from llmx.core import Landed, Sequence
 from llmx.engine.build import build_engine
 from llmx.engine.engine import Engine
+from llmx.engine.memory import out_of_memory
 from llmx.engine.messages import Abort, Add, Ask, Measured, Message, Refused, Tokens
 from llmx.engine.ranks import Followers
 from llmx.errors import LlmxError, RequestError
@@ -32,6 +33,15 @@ class Core:
 
     @classmethod
     def load(cls, config: EngineConfig, progress: Callable[[int, int], None] | None = None) -> Core:
+        try:
+            return cls._load(config, progress)
+        except Exception as error:
+            if (known := out_of_memory(error, f"loading {config.model}", config.memory_utilization)) is None:
+                raise
+            raise known from error
+
+    @classmethod
+    def _load(cls, config: EngineConfig, progress: Callable[[int, int], None] | None) -> Core:
         if config.tensor_parallel_size == 1:
             return cls(*build_engine(config, progress))
         followers = Followers(config)
@@ -91,6 +101,11 @@ class Core:
             error = self.followers.blame()
             self.close()
             raise error from None
+        except (MemoryError, RuntimeError) as failure:
+            if (known := out_of_memory(failure, f"computing {self.engine.computed_last} tokens")) is None:
+                raise
+            self.close()
+            raise known from failure
         self._seconds += time.perf_counter() - began
         if landed is None:
             if self.busy:

@@ -6,12 +6,13 @@ torch is imported in functions: its import takes seconds, in which the other end
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import sys
 import time
 from typing import TYPE_CHECKING
 
-from llmx.config import EngineConfig
+from llmx.config import EngineConfig, EngineInfo
 from llmx.engine.channel import Channel, end_with, end_with_parent
 from llmx.engine.messages import Failed, Follow, Present, Progress, Ready, Start, Step
 from llmx.errors import LlmxError
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from llmx.parallel.group import Group
 
 IDLE_SECONDS = 1.0  # between looks at the other ranks
+NICENESS = 5
 
 
 def main(channel: Channel) -> None:
@@ -40,6 +42,11 @@ def main(channel: Channel) -> None:
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return
     except Exception as error:
+        from llmx.engine.memory import out_of_memory
+
+        if (known := out_of_memory(error, "loading or computing")) is not None:  # on a rank other than the first
+            tell(channel, Failed(known.message, known.hint, known.exit_code))
+            sys.exit(known.exit_code)
         hint = "this is a bug; please report it"
         tell(channel, Failed(f"The engine failed: {type(error).__name__}: {error}", hint))
         raise
@@ -65,6 +72,7 @@ def serve(channel: Channel, config: EngineConfig) -> None:
 
     core = Core.load(config, progress)
     try:
+        yield_to_front(core.info)
         channel.send(Ready(core.info))
         while True:
             for message in channel.receive(0 if core.busy else IDLE_SECONDS):
@@ -76,6 +84,21 @@ def serve(channel: Channel, config: EngineConfig) -> None:
                     channel.send(said)
     finally:
         core.close()
+
+
+def yield_to_front(info: EngineInfo) -> None:
+    """On a CPU, let whoever talks to clients go first where both want to run.
+
+    The front needs the processor often and briefly, the threads that compute always: at equal priority it waits behind
+    them for whole time slices, and answers and refusals come late. On an idle machine this costs the engine nothing.
+    """
+    if (
+        info.device.startswith("cpu") and sys.platform == "linux"
+    ):  # where priorities are the threads', not the process's
+        niceness = os.getpriority(os.PRIO_PROCESS, 0) + NICENESS
+        for thread in os.listdir("/proc/self/task"):
+            with contextlib.suppress(OSError):  # it has just ended
+                os.setpriority(os.PRIO_PROCESS, int(thread), niceness)
 
 
 def follow(channel: Channel, config: EngineConfig, rank: int, port: int) -> None:
@@ -92,6 +115,7 @@ def follow(channel: Channel, config: EngineConfig, rank: int, port: int) -> None
 
     try:
         core = Core(*build_engine(config, join=join))
+        yield_to_front(core.info)
         channel.send(Ready(core.info))
         while True:
             for step in channel.receive(None):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -118,7 +117,6 @@ class Model:
     config: EngineConfig
     located: Located | None
     tokenizer: Tokenizer | None
-    progress: Callable[[int, int], None] | None = None
 
 
 def open_tokenizer(located: Located | None) -> Tokenizer | None:
@@ -141,7 +139,8 @@ def evaluate(model: Model, reference: Model | None, found: Findings, say: Say) -
                 base = _refer(reference, model, found, plan.save_logits or Path(folder) / "reference.logits", say)
                 if base is None:
                     return
-            with Scorer(model.config, plan.protocol, progress=model.progress) as scorer:
+            say(f"loading {model.config.model}")
+            with Scorer(model.config, plan.protocol) as scorer:
                 found.info = scorer.info
                 windows = _windows(scorer, model, found, say)
                 own = plan.save_logits if reference is None else None
@@ -159,7 +158,8 @@ def _refer(reference: Model, model: Model, found: Findings, path: Path, say: Say
     """The reference's logits over the text, in a file; None after an interrupt."""
     from llmx.evals.scoring import Scorer
 
-    with Scorer(reference.config, found.plan.protocol, progress=reference.progress) as scorer:
+    say(f"loading {reference.config.model}")
+    with Scorer(reference.config, found.plan.protocol) as scorer:
         found.reference = scorer.info
         windows = _windows(scorer, reference, found, say)
         if found.plan.written is not None and model.tokenizer is not None and found.text is not None:
@@ -212,7 +212,13 @@ def _scratch(reference: Model | None, plan: Plan) -> Path | None:
     from llmx.formats.hub import cache_dir
 
     folder = cache_dir() / "evals"
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(
+            f"There is no place for the reference's logits at {folder}: {error.strerror}.",
+            hint="name one with --save-logits",
+        ) from error
     return folder
 
 

@@ -22,6 +22,8 @@ from llmx.evals.logits_file import LogitsFile, LogitsWriter
 from llmx.evals.protocol import Protocol
 
 STEP_TOKENS = 2048  # of one step, unless the window is longer or the user says otherwise
+TOGETHER = 8  # least texts that are written at once
+TELL_SECONDS = 10.0
 KINDS = ("ln_p", "ln_p_base", "kld", "p_diff", "same_top")
 
 Windows = Sequence[tuple[int, ...]]
@@ -35,7 +37,7 @@ def scoring_config(config: EngineConfig, ctx: int) -> EngineConfig:
         config,
         max_model_len=ctx,
         max_num_batched_tokens=tokens,
-        max_num_seqs=config.max_num_seqs or -(-tokens // ctx) + 1,
+        max_num_seqs=config.max_num_seqs or min(tokens, max(TOGETHER, -(-tokens // ctx) + 1)),
         prefix_caching=False,
     )
 
@@ -69,15 +71,9 @@ class Scores:
 class Scorer:
     """One model that scores windows, or writes texts of its own. Close it, or use it as a context manager."""
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        protocol: Protocol,
-        *,
-        progress: Callable[[int, int], None] | None = None,
-    ) -> None:
+    def __init__(self, config: EngineConfig, protocol: Protocol) -> None:
         self.protocol = protocol
-        self.core = Core.load(scoring_config(config, protocol.ctx), progress)
+        self.core = Core.load(scoring_config(config, protocol.ctx))
 
     @property
     def info(self) -> EngineInfo:
@@ -132,21 +128,25 @@ class Scorer:
         Text i has the seed `seed + i`; it ends where the model ends it, or fills a window.
         """
         tokens: list[int] = []
-        wave, began = 0, time.monotonic()
+        written, began, told = 0, time.monotonic(), time.monotonic()
         while len(tokens) < total:
-            count = self.info.max_num_seqs
+            count = min(self.info.max_num_seqs, -(-(total - len(tokens)) // self.protocol.ctx))
             texts: list[list[int]] = [[start] for _ in range(count)]
             for i in range(count):
-                params = SamplingParams(max_tokens=self.protocol.ctx - 1, seed=seed + wave * count + i)
+                params = SamplingParams(max_tokens=self.protocol.ctx - 1, seed=seed + written + i)
                 self.core.handle(Add(Request(str(i), (start,), params, eos)))
             while self.core.busy:
                 for message in self.core.step():
                     if isinstance(message, Tokens):
                         texts[int(message.id)] += message.tokens
+                if say is not None and time.monotonic() - told > TELL_SECONDS:
+                    told = time.monotonic()
+                    done = min(total, len(tokens) + sum(map(len, texts)))
+                    say(f"{done} of {total} tokens written, about {(told - began) * (total / done - 1):.0f} s left")
             tokens += [token for text in texts for token in text]
-            wave += 1
-            if say is not None:
-                say(f"{min(total, len(tokens))} of {total} tokens written, {time.monotonic() - began:.0f} s")
+            written += count
+        if say is not None:
+            say(f"{total} tokens written in {time.monotonic() - began:.0f} s")
         return tokens[:total]
 
     def close(self) -> None:

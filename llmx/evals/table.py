@@ -73,9 +73,9 @@ def _figures(results: Mapping[str, Any]) -> Table:
     row("mean -ln p", results["nll"]["mean"], results["nll"]["se"])
     if "kld" not in results:
         return table
-    row("reference perplexity", *(results["reference_perplexity"][k] for k in ("mean", "se")))
-    row("perplexity / reference", *(results["ppl_ratio"][k] for k in ("mean", "se")), digits=5)
-    row("ln(perplexity / reference)", *(results["ln_ppl_ratio"][k] for k in ("mean", "se")), digits=5)
+    row("reference perplexity", results["reference_perplexity"]["mean"], results["reference_perplexity"]["se"])
+    row("perplexity / reference", results["ppl_ratio"]["mean"], results["ppl_ratio"]["se"], digits=5)
+    row("ln(perplexity / reference)", results["ln_ppl_ratio"]["mean"], results["ln_ppl_ratio"]["se"], digits=5)
     table.add_section()
     row("KL divergence, mean", results["kld"]["mean"], results["kld"]["se"], digits=6)
     for name in SHOWN:

@@ -114,8 +114,8 @@ def _served(config: EngineConfig, say: Callable[[str], None]) -> Iterator[tuple[
         command, env=kept | {"LLMX_API_KEY": key}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     )
     said: deque[str] = deque(maxlen=20)
+    assert process.stderr is not None
     try:
-        assert process.stderr is not None
         say(f"starting llmx serve {config.model}")
         url = None
         for line in process.stderr:
@@ -125,15 +125,25 @@ def _served(config: EngineConfig, say: Callable[[str], None]) -> Iterator[tuple[
                 break
         if url is None:
             raise LlmxError(f"llmx serve {config.model} did not start: {' '.join(said)}")
-        threading.Thread(target=lambda: said.extend(process.stderr or ()), daemon=True).start()  # or it would block
-        yield url, key
-    finally:
-        process.terminate()
+        reader = threading.Thread(target=said.extend, args=(process.stderr,))  # or the server would block
+        reader.start()
         try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+            yield url, key
+        finally:
+            _end(process)
+            reader.join()
+    finally:
+        _end(process)
+        process.stderr.close()
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    process.terminate()
+    try:
+        process.wait(30)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def _flags(config: EngineConfig) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Sequence
@@ -98,8 +99,9 @@ def generate(
         assert tokens is not None
     else:
         tokens = scorer.write(start, eos, total, seed, say)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, json.dumps(tokens))
+        with contextlib.suppress(OSError):  # nobody needs it to be kept
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path, json.dumps(tokens))
     about = {
         "source": "generated",
         "name": f"tokens drawn by {config.model} at temperature 1, from token {start} on",

@@ -87,6 +87,14 @@ def fetch(name: HubName, progress: Callable[[int, int], None]) -> Found:
     return found
 
 
+def config_of(name: HubName) -> Path:
+    """config.json of the model, from the cache or the hub; nothing else of it is fetched."""
+    from huggingface_hub import hf_hub_download
+
+    with _quiet(), _explained(name):
+        return Path(hf_hub_download(name.repo, "config.json", revision=name.revision))
+
+
 def is_offline() -> bool:
     """HF_HUB_OFFLINE forbids requests."""
     from huggingface_hub import constants

@@ -17,12 +17,11 @@ from llmx.grammar.forms import check_size, from_lark
 MOST_COMPOSED = 4 * 64 * 1024  # bytes of a grammar that holds several schemas
 CHECK_SECONDS = 10.0
 AT_ONCE = 2  # processes that check
-REMEMBERED = 1024  # grammars that were found good, by their hashes
-FORMS = {"gbnf", "grammar"}
+REMEMBERED = 1024  # grammars that were tried, by their hashes
 
 _slots = threading.BoundedSemaphore(AT_ONCE)
 _lock = threading.Lock()
-_good: OrderedDict[bytes, str] = OrderedDict()  # hash of the question -> the answer
+_known: OrderedDict[bytes, dict[str, Any]] = OrderedDict()  # hash of the question -> the answer
 TOO_COMPLEX = "The grammar is too complex to compile."
 
 
@@ -54,20 +53,28 @@ def from_grammar(text: str, *, param: str = "grammar") -> str:
 
 def _ask(form: str, text: str, param: str) -> str:
     """The grammar that the other process made of it, after it was found good."""
-    key = hashlib.blake2b(f"{form}:{text}".encode("utf-8", "surrogatepass"), digest_size=32).digest()
+    key = _key(form, text)
     with _lock:
-        if key in _good:
-            _good.move_to_end(key)
-            return _good[key] or text
-    answer = _run({"form": form, "text": text}, param)
+        answer = _known.get(key)
+        if answer is not None:
+            _known.move_to_end(key)
+    if answer is None:
+        answer = _run({"form": form, "text": text}, param)
+        if answer.get("grammar") == text:
+            answer = {}
+        with _lock:
+            _known[key] = answer
+            if "grammar" in answer:
+                _known[_key("check", answer["grammar"])] = {}
+            while len(_known) > REMEMBERED:
+                _known.popitem(last=False)
     if "error" in answer:
         raise RequestError(str(answer["error"]), param=param, hint=answer.get("hint"))
-    made = str(answer["grammar"])
-    with _lock:
-        _good[key] = "" if made == text else made
-        while len(_good) > REMEMBERED:
-            _good.popitem(last=False)
-    return made
+    return str(answer.get("grammar", text))
+
+
+def _key(form: str, text: str) -> bytes:
+    return hashlib.blake2b(f"{form}:{text}".encode("utf-8", "surrogatepass"), digest_size=32).digest()
 
 
 def _run(question: dict[str, str], param: str) -> dict[str, Any]:

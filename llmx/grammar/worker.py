@@ -19,7 +19,8 @@ PROCESSOR_SECONDS = 3
 STEPS = 24  # characters that are tried
 LONGEST = 240  # characters of an error
 LOCATE_SECONDS = 0.5
-END = 256  # of the vocabulary that stands for every one: all bytes, and an end
+BYTES = 256
+MOST_IDS, MOST_NAMES = 2**20, 1024  # of special tokens that a grammar may name
 OVERLAP = "oneOf is only supported where its branches can't overlap"
 NO_LIBRARY = "This server has no structured output: the package llguidance is not installed."
 
@@ -46,7 +47,7 @@ def answer(question: dict[str, str]) -> dict[str, Any]:
 def _tried(grammar: str) -> dict[str, Any]:
     schema = _schema(grammar)
     try:
-        check = _checker()
+        check = _checker(grammar)
         said = check(grammar)
     except MemoryError:
         return {"error": "The grammar is too complex to compile."}
@@ -65,17 +66,31 @@ def _prefix(where: str) -> str:
     return f"The JSON schema can't be used: {where[:LONGEST]}: " if where else "The JSON schema can't be used: "
 
 
-def _checker() -> Callable[[str], str]:
-    """grammar -> what is wrong with it, perhaps after some characters; empty if nothing is."""
+def _specials(grammar: str) -> list[bytes]:
+    """As many special tokens as a grammar names, by name or by number: which there are, only the engine knows."""
+    named = sorted(set(re.findall(r"<[^<>\[\]\s]{1,100}>", grammar)))[:MOST_NAMES]
+    numbers = [int(n) for inside in re.findall(r"<\[([^\]]*)\]>", grammar) for n in re.findall(r"\d{1,8}", inside)]
+    highest = min(max(numbers, default=0), MOST_IDS)
+    return [name.encode() for name in named] + [b"<|%d|>" % n for n in range(BYTES + len(named), highest + 1)]
+
+
+def _checker(grammar: str) -> Callable[[str], str]:
+    """grammar -> what is wrong with it, perhaps after some characters; empty if nothing is.
+
+    The vocabulary stands for that of any model: all bytes, the special tokens that `grammar` names, and an end.
+    """
     from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
     from llmx.grammar.limits import limits
 
+    specials = _specials(grammar)
+    end = BYTES + len(specials)
+
     class Bytes:
-        eos_token_id = END
+        eos_token_id = end
         bos_token_id = None
-        tokens = [bytes([byte]) for byte in range(END)] + [b"<end>"]
-        special_token_ids = [END]  # noqa: RUF012
+        tokens = [*(bytes([byte]) for byte in range(BYTES)), *specials, b"<end>"]  # noqa: RUF012
+        special_token_ids = list(range(BYTES, end + 1))  # noqa: RUF012
 
         def __call__(self, text: bytes | str) -> list[int]:
             return list(text if isinstance(text, bytes) else text.encode())
@@ -88,8 +103,8 @@ def _checker() -> Callable[[str], str]:
         for _ in range(STEPS):
             if matcher.is_error() or matcher.is_stopped():
                 break
-            mask = int.from_bytes(matcher.compute_bitmask(), "little") & ~(1 << END)
-            allowed = [byte for byte in range(END) if mask >> byte & 1]
+            mask = int.from_bytes(matcher.compute_bitmask()[: BYTES // 8], "little")
+            allowed = [byte for byte in range(BYTES) if mask >> byte & 1]
             if not allowed or not matcher.consume_token(luck.choice(allowed)):
                 break
         return str(matcher.get_error()) if matcher.is_error() else ""
@@ -109,7 +124,7 @@ def _schema(grammar: str) -> dict[str, Any] | None:
 def _locate(schema: dict[str, Any], check: Callable[[dict[str, Any]], str], said: str) -> Path:
     """The innermost subschema that is refused with the same words."""
     path: Path = ()
-    shared = {key: schema[key] for key in ("$defs", "definitions", "x-guidance") if key in schema}
+    shared: dict[str, Any] = {key: schema[key] for key in ("$defs", "definitions", "x-guidance") if key in schema}
     first, node = _first(said), schema
     deadline = time.monotonic() + LOCATE_SECONDS
     while True:

@@ -99,7 +99,7 @@ class Layer:
 class Anatomy:
     """A model. `ends`: embedding, last norm, head. runs: whether this version of llmx can run the family.
 
-    dtype: of what no scheme stores otherwise. stored: the name of how it is stored. notes: what was left out of account.
+    dtype: of what no scheme stores otherwise. stored: the name of how it is stored. notes: what isn't counted.
     """
 
     name: str
@@ -123,6 +123,15 @@ class Anatomy:
     @property
     def kv_heads(self) -> int:
         return self.layers[0].attention.kv_heads
+
+    @cached_property
+    def embedding(self) -> Matrix:
+        return next(matrix for matrix in self.ends if matrix.kind == "embedding")
+
+    @cached_property
+    def head(self) -> Matrix:
+        """The matrix that gives logits: the embedding's, if the two are tied."""
+        return next((matrix for matrix in self.ends if matrix.kind == "head"), self.embedding)
 
     @property
     def latent(self) -> bool:
@@ -193,5 +202,3 @@ class Anatomy:
 
 def vector(name: str, width: int, kind: str = "norm") -> Matrix:
     return Matrix(name, kind, width, 1)
-
-

@@ -19,8 +19,8 @@ class Family:
     """What a family's config.json leaves unsaid. runs: whether this version runs it (a test compares).
 
     qkv_bias, out_bias: None: as `attention_bias` says, whose default is `biased`. windows: the rule by which layers
-    look back on `sliding_window` tokens only, unless `layer_types` says (see _windows). tied, position, head_dim, window:
-    defaults of the keys of that name. shared: "expert" for one shared expert as wide as the routed ones (Llama 4).
+    look back on `sliding_window` tokens only, unless `layer_types` says (see _windows). tied, position, head_dim and
+    window: defaults of the keys of that name. shared: "expert": one shared expert as wide as the routed ones (Llama 4).
     """
 
     runs: bool = False
@@ -234,10 +234,11 @@ def _windows(fields: Fields, family: Family, layers: int) -> tuple[int | None, .
     if rule == "none":
         return everything
     if rule == "3 of 4":  # Llama 4: chunks, in the layers that turn
-        window = fields.integer("attention_chunk_size", 8192, low=1)
+        chunk = fields.integer("attention_chunk_size", 8192, low=1)
         turns = fields.integers("no_rope_layers", (), low=0) or tuple(int((i + 1) % 4 != 0) for i in range(layers))
-        return _typed(fields, window, tuple(bool(turn) for turn in turns), "chunked_attention", layers)
-    window = fields.integer("sliding_window", None if "sliding_window" in fields.data else family.window, low=1)
+        return _typed(fields, chunk, tuple(bool(turn) for turn in turns), "chunked_attention", layers)
+    default = None if "sliding_window" in fields.data else family.window  # null is none
+    window: int | None = fields.integer("sliding_window", default, low=0) or None
     if window is None or (rule in ("late", "unturned") and not fields.boolean("use_sliding_window", False)):
         return everything
     if rule == "all":

@@ -108,9 +108,10 @@ class Rates:
 
 @dataclass(frozen=True)
 class Hardware:
-    """`nodes` machines of `per_node` devices. held: bytes of a weight in memory, whatever is stored; None: as stored.
+    """`nodes` machines of `per_node` devices. name: as it was asked for.
 
-    name: as it was asked for. spare: share of the memory that the engine keeps for activations.
+    held: bytes of a linear's weight in memory, where the engine keeps it in another form; None: as stored. budget:
+    tokens of a step.
     """
 
     name: str
@@ -120,8 +121,8 @@ class Hardware:
     memory: int
     rates: Rates
     link_name: str
-    held: int | None = None
-    budget: int = 8192  # tokens of a step
+    held: float | None = None
+    budget: int = 8192
 
     @property
     def count(self) -> int:
@@ -181,6 +182,6 @@ def sheet_rates(device: Device) -> Rates:
     )
 
 
-def this_machine(memory: int, rates: Rates) -> Hardware:
-    """This machine's processor, whose rates and free memory somebody has measured. Weights are held in float32."""
-    return Hardware("cpu", "cpu", 1, 1, memory, rates, "memory", held=4, budget=512)
+def this_machine(memory: int, rates: Rates, held: float) -> Hardware:
+    """This machine's processor, whose rates and free memory somebody has measured."""
+    return Hardware("cpu", "cpu", 1, 1, memory, rates, "memory", held=held, budget=512)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from llmx.errors import UsageError
@@ -102,7 +102,10 @@ def _changes(anatomy: Anatomy, hardware: Hardware, load: Load, room: int) -> Ite
         if size < load.kv_bytes:
             then = _least(anatomy, hardware, replace(load, kv_bytes=size), room)
             yield change(f"store keys and values in {name} (--kv-dtype {name})", then)
-    yield from _fewer(anatomy, hardware, load, room, now)
+    alone = list(_fewer(anatomy, hardware, load, room, now))
+    yield from alone
+    if not any(one.fits for one in alone):
+        yield from _together(anatomy, hardware, load, room, now)
     yield _more(anatomy, hardware, load, room, now)
 
 
@@ -111,26 +114,46 @@ def _fewer(anatomy: Anatomy, hardware: Hardware, load: Load, room: int, now: int
 
     def shorter(context: int) -> Load:
         input_len = min(load.input_len, max(1, context - load.output_len))
-        return replace(
-            load, context=context, input_len=input_len, output_len=max(1, min(load.output_len, context - 1))
-        )
+        return replace(load, context=context, input_len=input_len, output_len=max(1, min(load.output_len, context - 1)))
 
-    for flag, most, of in (
+    changes: tuple[tuple[str, int, Callable[[int], Load]], ...] = (
         ("--context", load.context, shorter),
         ("--concurrency", load.concurrency, lambda n: replace(load, concurrency=n)),
-    ):
-        low, high = 0, most
-        while low < high:
-            middle = (low + high + 1) // 2
-            if _least(anatomy, hardware, of(middle), room).fits:
-                low = middle
-            else:
-                high = middle - 1
+    )
+    for flag, most, of in changes:
+        low = _largest(most, lambda n, of=of: _least(anatomy, hardware, of(n), room).fits)  # type: ignore[misc]
         then = _least(anatomy, hardware, of(max(low, 1)), room)
         if low:
             yield Change(f"lower {flag} from {most} to at most {low}", now - then.needed, True)
         elif then.needed < now:
-            yield Change(f"lower {flag} from {most} (even 1 does not fit alone)", now - then.needed, False)
+            yield Change(f"lower {flag} from {most}: not even 1 fits with all else as it is", now - then.needed, False)
+
+
+def _together(anatomy: Anatomy, hardware: Hardware, load: Load, room: int, now: int) -> Iterator[Change]:
+    """Four-bit weights and 8-bit keys and values, with as many requests as then fit."""
+    if hardware.held is not None:
+        return
+    smaller, bytes_ = anatomy.quantised(QUANTS["awq"]), min(load.kv_bytes, 1)
+    most = _largest(
+        load.concurrency,
+        lambda n: _least(smaller, hardware, replace(load, concurrency=n, kv_bytes=bytes_), room).fits,
+    )
+    if most:
+        then = _least(smaller, hardware, replace(load, concurrency=most, kv_bytes=bytes_), room)
+        text = f"--quant awq and --kv-dtype fp8 and --concurrency {most} together"
+        yield Change(text, now - then.needed, True)
+
+
+def _largest(most: int, fits: Callable[[int], bool]) -> int:
+    """The largest number up to `most` that fits; 0 if 1 does not."""
+    low = 0
+    while low < most:
+        middle = (low + most + 1) // 2
+        if fits(middle):
+            low = middle
+        else:
+            most = middle - 1
+    return low
 
 
 def _more(anatomy: Anatomy, hardware: Hardware, load: Load, room: int, now: int) -> Change:
@@ -143,5 +166,7 @@ def _more(anatomy: Anatomy, hardware: Hardware, load: Load, room: int, now: int)
         larger = hardware.with_devices(count)
         then = _least(anatomy, larger, load, room)
         if then.fits:
-            return Change(f"{count} devices instead of {hardware.count} (--hardware {larger.name})", now - then.needed, True)
+            return Change(
+                f"{count} devices instead of {hardware.count} (--hardware {larger.name})", now - then.needed, True
+            )
     return Change(f"devices with more memory than the {hardware.device}", 0, False)

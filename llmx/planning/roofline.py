@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from llmx.planning.anatomy import Anatomy, Attention, Layer
 from llmx.planning.hardware import LINK_LATENCY, NETWORK_LATENCY, Hardware
-from llmx.planning.sizes import Layout, Load, head, held, share
+from llmx.planning.sizes import Layout, Load, held, share
 from llmx.planning.storage import PLAIN
 
 
@@ -49,7 +49,7 @@ def si(value: float, unit: str) -> str:
 
 
 def milli(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms"
+    return f"{seconds * 1e3:,.0f} ms" if seconds >= 0.1 else f"{seconds * 1e3:.3g} ms"
 
 
 def step(anatomy: Anatomy, layout: Layout, hardware: Hardware, load: Load, rows: Rows) -> list[Term]:
@@ -69,7 +69,8 @@ def total(terms: list[Term]) -> float:
 
 def touched(layer: Layer, rows: float) -> float:
     """Share of the experts that at least one of so many tokens goes to, if they choose evenly."""
-    return 1 - (1 - layer.active / layer.experts) ** rows
+    missed: float = (1 - layer.active / layer.experts) ** rows
+    return 1 - missed
 
 
 def _products(anatomy: Anatomy, layout: Layout, hardware: Hardware, rows: Rows) -> list[Term]:
@@ -93,7 +94,7 @@ def _products(anatomy: Anatomy, layout: Layout, hardware: Hardware, rows: Rows) 
     terms = [
         _roof(key[0], read[key], hardware.rates.bandwidth, flops[key], hardware.rates.flops[key[1]]) for key in read
     ]
-    top = head(anatomy)
+    top = anatomy.head
     if rows.sampled:
         size = top.parameters * hardware.held if hardware.held else top.nbytes(PLAIN[anatomy.dtype])
         sampled = -(-rows.sampled // hardware.rates.rows) * hardware.rates.rows
@@ -235,4 +236,3 @@ def _prefill(anatomy: Anatomy, layout: Layout, hardware: Hardware, load: Load) -
             formula = f"{len(chunks)} chunks; the last: {term.formula}" if shown else term.formula
             sums[term.name] = Term(term.name, seconds, formula)
     return list(sums.values())
-

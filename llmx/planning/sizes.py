@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 from llmx.planning.anatomy import Anatomy, Layer, Matrix
 from llmx.planning.hardware import Hardware
@@ -88,14 +89,14 @@ def heads_fit(anatomy: Anatomy, ranks: int) -> bool:
 def stages(count: int, pp: int) -> list[slice]:
     """The layers of each stage: as even as can be, later ones smaller, since the last also has the head."""
     ends = [-(-count * i // pp) for i in range(pp + 1)]
-    return [slice(a, b) for a, b in zip(ends[:-1], ends[1:], strict=True)]
+    return [slice(a, b) for a, b in pairwise(ends)]
 
 
 def held(matrix: Matrix, anatomy: Anatomy, hardware: Hardware) -> int:
     """Bytes of a matrix in memory. Embeddings are looked up as they are stored."""
     if hardware.held is None or matrix.kind == "embedding":
         return matrix.nbytes(PLAIN[anatomy.dtype])
-    return matrix.parameters * hardware.held
+    return int(matrix.parameters * hardware.held)
 
 
 def share(matrix: Matrix, anatomy: Anatomy, layout: Layout) -> float:
@@ -105,20 +106,15 @@ def share(matrix: Matrix, anatomy: Anatomy, layout: Layout) -> float:
     return float(matrix.share(layout.tp, anatomy.kv_heads))
 
 
-def head(anatomy: Anatomy) -> Matrix:
-    """The matrix that gives logits: the embedding's, if the two are tied."""
-    return anatomy.ends[0] if anatomy.tied else anatomy.ends[-1]
-
-
 def ends_bytes(anatomy: Anatomy, layout: Layout, hardware: Hardware) -> tuple[int, int]:
     """On the first stage and on the last: embedding, last norm and head. One stage has a tied matrix once, if it is
     held as it is stored; else the head is a copy."""
     part = 1 / layout.tp
-    first = held(anatomy.ends[0], anatomy, hardware) * part
-    top = head(anatomy)
+    first = held(anatomy.embedding, anatomy, hardware) * part
+    top = anatomy.head
     last = held(top, anatomy, hardware) * part
     if anatomy.tied and hardware.held is not None:
-        last = top.parameters * hardware.held * part
+        last = int(top.parameters * hardware.held) * part
     elif anatomy.tied and layout.pp == 1:
         last = 0.0
     rest = sum(held(m, anatomy, hardware) for m in anatomy.ends if m.n_in == 1)

@@ -127,6 +127,9 @@ class CompletionReply(Reply):
         """Prompt log-probabilities with as many alternatives as `logprobs` says; `prompt_logprobs` may want more."""
         return [one and replace(one, top=one.top[: self.body.logprobs]) for one in known]
 
+    def pieces(self, index: int, delta: Delta) -> list[dict[str, Any]]:
+        return [self.piece(index, delta)] if self.says(delta) else []
+
     def piece(self, index: int, delta: Delta) -> dict[str, Any]:
         shape = {
             "index": index,
@@ -158,7 +161,8 @@ async def completions(service: Service, request: Request) -> Response:
     """Checks everything, opens the generation, answers. Raises LlmxError before a byte is sent."""
     body = await read(request, CompletionRequest, service.settings.max_body_bytes)
     service.check_model(body.model)
-    params, given = body.params(service.defaults), prompts(body.prompt)
+    given = prompts(body.prompt)
+    params = await body.apart(lambda: body.params(service.defaults))
     encoded = await asyncio.to_thread(_encoded, service, given)
     service.note_unknown(body)
     texts = TokenTexts(service.tokenizer, params.skip_special_tokens)

@@ -9,7 +9,7 @@ from llmx.errors import LlmxError, UsageError
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket, before anything slow: a taken port shows at once, and early clients wait for the model.
+    """A listening socket, before anything slow: a taken port shows at once, and early clients get an answer.
 
     Raises LlmxError where the port can't be had and UsageError where the host can't be.
     """

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 from llmx.errors import RequestError
+from llmx.server.calling import TOOLS, check_calls, read_tools
 
 if TYPE_CHECKING:
     from llmx.server.service import Service
@@ -28,7 +30,7 @@ Content = Annotated[Any, WithJsonSchema({"anyOf": [{"type": "string"}, TEXT_PART
 
 
 class Message(BaseModel):
-    """One turn. What else it holds (`name`, `tool_calls`, …) is handed to the template as it is."""
+    """One turn. What else it holds (`name`, `reasoning_content`, …) is handed to the template as it is."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -43,6 +45,7 @@ class TemplateFields(BaseModel):
     """What the chat template gets."""
 
     messages: Messages
+    tools: Annotated[Any, WithJsonSchema(TOOLS)] = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -60,15 +63,25 @@ class TemplateFields(BaseModel):
         return {**kwargs, "add_generation_prompt": opens, "continue_final_message": continued}
 
 
-async def render(service: Service, body: TemplateFields) -> list[int]:
-    """The token ids of a chat, by the model's template. Raises RequestError."""
+async def render(service: Service, body: TemplateFields, tools: Sequence[Mapping[str, Any]] | None = None) -> list[int]:
+    """The token ids of a chat, by the model's template. `tools`: None: all that the request has. RequestError."""
+    if tools is None:
+        tools = await asyncio.to_thread(read_tools, body.tools)
+    if tools:
+        service.dialect.check()
     messages, arguments = plain(body.messages), body.template
+    arguments |= service.dialect.arguments(messages, tools)
     return await asyncio.to_thread(service.render, messages, arguments)
 
 
 def plain(messages: list[Message]) -> list[dict[str, Any]]:
     """The messages as the template takes them, each content a string. Raises RequestError naming the message."""
-    return [{**message.model_dump(), "content": _text(message, at)} for at, message in enumerate(messages)]
+    turns = [{**message.model_dump(), "content": _text(message, at)} for at, message in enumerate(messages)]
+    for turn in turns:
+        if turn.get("reasoning") is not None:  # vLLM's word for what templates call reasoning_content
+            turn.setdefault("reasoning_content", turn["reasoning"])
+    check_calls(turns)
+    return turns
 
 
 def _text(message: Message, at: int) -> str:

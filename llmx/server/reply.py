@@ -73,8 +73,15 @@ class Reply(ABC):
         """The choice that a stream sends ahead of the first text of choice `index`."""
 
     @abstractmethod
-    def piece(self, index: int, delta: Delta) -> dict[str, Any]:
-        """The choice that a stream sends for `delta`."""
+    def pieces(self, index: int, delta: Delta) -> list[dict[str, Any]]:
+        """The choices that a stream sends for `delta`, one after the other, perhaps none."""
+
+    def says(self, delta: Delta) -> bool:
+        """Whether there is anything in `delta` to send."""
+        return bool(delta.text or delta.logprobs or delta.finish_reason or self.usage_so_far)
+
+    def usage(self) -> dict[str, Any]:
+        return self.generation.usage()
 
     def deltas(self) -> AsyncGenerator[tuple[int, Delta], None]:
         """(choice, delta), as the endpoint wants to see them."""
@@ -92,7 +99,7 @@ class Reply(ABC):
             async for index, delta in deltas:
                 choices[index].add(delta)
         shapes = [self.whole(index, choice) for index, choice in enumerate(choices)]
-        return self._object(self.object, shapes) | {"usage": self.generation.usage()} | self.extra()
+        return self._object(self.object, shapes) | {"usage": self.usage()} | self.extra()
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The answer as server-sent events. A failure becomes an event too: the status line has long been sent."""
@@ -115,15 +122,15 @@ class Reply(ABC):
                     seen.add(index)
                     if first := self.opening(index):
                         yield self._chunk(first)
-                if delta.text or delta.logprobs or delta.finish_reason or self.usage_so_far:
-                    yield self._chunk(self.piece(index, delta))
+                for shape in self.pieces(index, delta):
+                    yield self._chunk(shape)
         if self.include_usage:
-            yield self._object(self.chunk_object, []) | {"usage": self.generation.usage()}
+            yield self._object(self.chunk_object, []) | {"usage": self.usage()}
 
     def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
         chunk = self._object(self.chunk_object, [choice])
         if self.usage_so_far:
-            chunk["usage"] = self.generation.usage()
+            chunk["usage"] = self.usage()
         elif self.include_usage:
             chunk["usage"] = None
         return chunk

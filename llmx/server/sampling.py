@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 from llmx.core import SamplingParams
 from llmx.errors import RequestError
+from llmx.server.structured import StructuredFields
 
 MOST_STOPS = 16
 LONGEST_STOP = 256  # characters
@@ -18,8 +19,7 @@ SAME_NAMES = (
 )
 # These would change the answer and aren't built: better refused than quietly left out.
 UNBUILT = (
-    *("tools", "functions", "response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice"),
-    *("guided_grammar", "grammar", "json_schema", "regex", "bad_words", "allowed_token_ids", "use_beam_search"),
+    *("tools", "functions", "bad_words", "allowed_token_ids", "use_beam_search", "structural_tag", "guided_whitespace"),
     *("suffix", "best_of", "prompt_embeds", "chat_template", "documents", "audio"),
 )
 OFF: tuple[Any, ...] = (None, False, "", [], {}, {"type": "text"})
@@ -39,7 +39,7 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool | None = None
 
 
-class SamplingFields(BaseModel):
+class SamplingFields(StructuredFields):
     """OpenAI's names and vLLM's extensions. null is the default everywhere; unknown fields are kept aside."""
 
     model_config = ConfigDict(strict=True, extra="allow")
@@ -91,7 +91,7 @@ class SamplingFields(BaseModel):
 
     def sampling(self, defaults: Mapping[str, Any], **more: Any) -> SamplingParams:
         """Checked `SamplingParams`. `defaults` stand for what the request leaves out; `more` are fields that only one
-        endpoint has. Raises RequestError.
+        endpoint has. Raises RequestError. Slow where `structured`: see `text_grammar`.
         """
         self._check()
         given = {name: getattr(self, name) for name in SAME_NAMES if getattr(self, name) is not None}
@@ -102,6 +102,7 @@ class SamplingFields(BaseModel):
             "stop": stop_strings(self.stop),
             "logit_bias": biases(self.logit_bias),
             "stop_token_ids": tuple(self.stop_token_ids or ()),
+            "grammar": self.text_grammar(),
         }
         return SamplingParams(**{**defaults, **given, **more})
 

@@ -7,7 +7,7 @@ import logging
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from llmx.config import Metrics
 from llmx.core import SamplingParams
 from llmx.errors import LlmxError, RequestError
 from llmx.server.admission import Admission, Overloaded, Place
+from llmx.server.dialect import Dialect
 from llmx.server.generation import Generation, unless_gone
 from llmx.server.keys import Key
 from llmx.server.sampling import SamplingFields
@@ -35,6 +36,7 @@ MEASURE_SECONDS = 2.0
 PROBE, PROBE_PARAMS = (0,), SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 PROBE_SECONDS, PROBE_POLL = 10.0, 0.05
 FREE_CHARACTERS = 64 * 1024
+INLINE_TOKENS, INLINE_TEXTS = 4096, 16
 MOST_CHOICES = 1024  # prompts x n of one request
 MOST_NOTED = 256  # unknown fields that are remembered as logged
 
@@ -51,6 +53,7 @@ class Service:
         self.names = (*self.public, named)
         self.created = int(time.time())
         self.defaults = settings.defaults
+        self.dialect = Dialect(self.tokenizer, settings.tool_call_parser, settings.reasoning_parser)
         self.live: set[Generation] = set()
         info = llm.info
         waiting = max(LEAST_QUEUE, QUEUE_PER_SEAT * info.max_num_seqs)
@@ -143,7 +146,8 @@ class Service:
     ) -> Generation:
         """Starts a request; `kind` begins its id. RequestError where it can't run, LlmxError where nothing can.
 
-        With a time-out for the queue it returns when the request has left it, so that a stream too can be refused.
+        With a time-out for the queue, or a grammar, which the engine may refuse, it returns when the request has left
+        the queue, so that a stream too can be refused.
         """
         count = len(prompts) * params.n
         if count > MOST_CHOICES:
@@ -153,12 +157,13 @@ class Service:
         if reason := self.failed:
             raise LlmxError(reason)
         place: Place = request.scope[PLACE]
+        tokens = sum(map(len, prompts))
         try:
-            place.grow(count, sum(map(len, prompts)))
+            place.grow(count, tokens)
         except Overloaded as error:
             self.traffic.rejected.add(code=str(error.code))
             raise
-        generation = await asyncio.to_thread(  # long prompts take a while to look through
+        make = partial(
             Generation,
             self.llm,
             prompts,
@@ -170,8 +175,12 @@ class Service:
             traffic=self.traffic,
             live=self.live,
         )
+        # Long prompts take a while to look through; for short ones the way to a thread and back takes longer.
+        # Whether a grammar is a good one may take seconds to find out.
+        short = tokens <= INLINE_TOKENS and count <= INLINE_TEXTS and params.grammar is None
+        generation = make() if short else await asyncio.to_thread(make)
         generation.begin()
-        if self.settings.queue_seconds is not None:
+        if self.settings.queue_seconds is not None or params.grammar is not None:
             try:
                 await unless_gone(request.receive, generation.left_queue())
             except BaseException:

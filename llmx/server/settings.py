@@ -10,8 +10,18 @@ from typing import Any
 from llmx.errors import UsageError
 from llmx.server.hosts import ANY, hostname
 from llmx.server.keys import Key
+from llmx.server.tools import check_name
 
 ORIGIN = re.compile(r"\*|https?://[A-Za-z0-9.-]+(:\d{1,5})?|https?://\[[0-9a-fA-F:]+\](:\d{1,5})?")
+
+MARKS = {"think": ("<think>", "</think>"), "mistral": ("[THINK]", "[/THINK]")}  # what stands around thoughts
+
+
+def check_parser(name: str) -> None:
+    """UsageError if it is neither a name in `MARKS` nor "auto" nor "off"."""
+    if name not in ("auto", "off", *MARKS):
+        known = ", ".join(["auto", "off", *MARKS])
+        raise UsageError(f"--reasoning-parser {name[:80]!r} does not exist; there are {known}.")
 
 
 @dataclass(frozen=True)
@@ -24,7 +34,8 @@ class ServerSettings:
     SamplingParams that stand for what a request leaves out. keep_alive_seconds: between comments in a silent stream.
     queue_seconds: how long a request may wait for its first step; request_seconds: and how long it may take in all;
     None: for ever. allowed_hosts: names by which clients may call the server (`hosts.Hosts`). share_cache: whether
-    requests with different keys may share cached prefixes.
+    requests with different keys may share cached prefixes. tool_call_parser, reasoning_parser: how the model writes
+    calls and thoughts: "auto" as its chat template tells, "off", or a name (a file in `server/tools`; `MARKS`).
     """
 
     host: str = "127.0.0.1"
@@ -43,6 +54,8 @@ class ServerSettings:
     request_seconds: float | None = None
     allowed_hosts: tuple[str, ...] = ()
     share_cache: bool = False
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -51,6 +64,8 @@ class ServerSettings:
             raise UsageError(f"--drain-seconds must be between 0 and 86400, not {self.drain_seconds:g}.")
         if any(not name.strip() for name in self.served_names):
             raise UsageError("--served-model-name may not be empty.")
+        check_name(self.tool_call_parser)
+        check_parser(self.reasoning_parser)
         for flag, least, value in (
             ("--max-num-queued-reqs", 0, self.queued_requests),
             ("--max-num-queued-tokens", 1, self.queued_tokens),

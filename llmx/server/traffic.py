@@ -94,7 +94,9 @@ def _of_engine(metrics: Metrics | None) -> list[Family]:
     drafted.add(metrics.drafted_tokens)
     accepted = Counter("llmx:spec_decode_num_accepted_tokens_total", "Of those, accepted.")
     accepted.add(metrics.accepted_tokens)
-    return [running, waiting, used, preemptions, sizes, drafted, accepted]
+    busy = Counter("llmx:engine_step_seconds_total", "Time inside engine steps.")
+    busy.add(metrics.step_seconds)
+    return [running, waiting, used, preemptions, sizes, drafted, accepted, busy]
 
 
 class Watch:

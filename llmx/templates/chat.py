@@ -12,13 +12,15 @@ from functools import cached_property
 from typing import Any
 
 import jinja2
+import jinja2.meta
 from jinja2.exceptions import SecurityError
 
-from llmx.errors import RequestError, UsageError
+from llmx.errors import LlmxError, RequestError, UsageError
 from llmx.templates.sandbox import METER, Environment, Meter, Refusal, TooMuch
 
 MAX_SOURCE = 1 << 20  # characters of a template
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
+_PROBE_CALL = {"name": "probe", "arguments": {"key": "value"}}
 _CONTINUED = "CONTINUE_FINAL_MESSAGE_TAG "  # stands at the end of the message that is continued; cut off again
 
 
@@ -51,6 +53,32 @@ class ChatTemplate:
         except (jinja2.TemplateError, RecursionError, SyntaxError, ValueError, OverflowError) as error:
             raise UsageError(f"The model's chat template is broken: {_short(error)}.") from None
 
+    @property
+    def for_tools(self) -> ChatTemplate:
+        """The one of the model's templates that `render` takes where there are tools."""
+        return self.named.get("tool_use", self)
+
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        """What the template reads from outside, such as `messages` and `tools`. UsageError if it is broken."""
+        self.check()
+        return frozenset(jinja2.meta.find_undeclared_variables(Environment().parse(self.source)))
+
+    @cached_property
+    def text_arguments(self) -> bool:
+        """Whether the template wants a tool call's arguments as JSON text: it fails on an object and takes the text."""
+        return not self._takes_call(_PROBE_CALL) and self._takes_call({**_PROBE_CALL, "arguments": "{}"})
+
+    def _takes_call(self, function: Mapping[str, Any]) -> bool:
+        call = {"id": "probe0000", "type": "function", "function": dict(function)}
+        answer = {"role": "assistant", "content": "", "tool_calls": [call]}
+        values = {**self.specials, "messages": [{"role": "user", "content": "x"}, answer], "tools": None}
+        try:
+            self._run({**values, "documents": None, "add_generation_prompt": False})
+        except LlmxError:
+            return False
+        return True
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -63,9 +91,10 @@ class ChatTemplate:
         """The prompt for a conversation, special tokens (also BOS, where the template has it) written out.
 
         messages: `{"role": ..., "content": ...}`. A content that is a list of `{"type": "text", "text": ...}` is joined
-        with nothing in between; keys that are None are left out, and a tool call's `arguments` are parsed, both as
-        transformers and vLLM do. add_generation_prompt: begin the assistant's answer (None: unless the final message is
-        continued). continue_final_message: leave the last message open. kwargs reach the template as variables.
+        with nothing in between; keys that are None are left out, and a tool call's `arguments` are parsed (see
+        `text_arguments`), both as transformers and vLLM do. add_generation_prompt: begin the assistant's answer (None:
+        unless the final message is continued). continue_final_message: leave the last message open. kwargs reach the
+        template as variables.
         RequestError for messages that the template does not take, UsageError for a broken template.
         """
         if continue_final_message and add_generation_prompt:
@@ -78,6 +107,9 @@ class ChatTemplate:
         if taken:
             raise RequestError(f"A chat template variable may not be named {taken[0]}.", param="chat_template_kwargs")
         chat = [_plain_message(message, n) for n, message in enumerate(_listed(messages))]
+        for n, message in enumerate(chat):
+            for call in message.get("tool_calls") or ():
+                _settle_arguments(call, f"messages[{n}]", self.text_arguments)
         final = _open_final(chat) if continue_final_message else ""
         values = {**self.specials, **_plain(kwargs), "tools": _plain(tools) or None, "documents": None}
         text = self._run({**values, "messages": chat, "add_generation_prompt": begin})
@@ -127,8 +159,10 @@ def _plain_message(message: Any, n: int) -> dict[str, Any]:
     if "content" in plain:
         plain["content"] = _content(plain["content"], where)
     calls = plain.get("tool_calls") or []
-    for call in calls if isinstance(calls, list) else [calls]:
-        _parse_arguments(call, where)
+    if not isinstance(calls, list) or not all(
+        isinstance(c, dict) and isinstance(c.get("function"), dict) for c in calls
+    ):
+        raise RequestError(f"{where}.tool_calls must be objects with a function.", param="messages")
     return plain
 
 
@@ -147,16 +181,22 @@ def _content(content: Any, where: str) -> str:
     return "".join(texts)
 
 
-def _parse_arguments(call: Any, where: str) -> None:
-    """OpenAI's API carries a tool call's arguments as JSON text; templates want the object."""
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict):
-        raise RequestError(f"{where}.tool_calls must be objects with a function.", param="messages")
-    if isinstance(function.get("arguments"), str):
+def _is_call(call: Any) -> bool:
+    return isinstance(call, dict) and isinstance(call.get("function"), dict)
+
+
+def _settle_arguments(call: dict[str, Any], where: str, as_text: bool) -> None:
+    """OpenAI's API carries a tool call's arguments as JSON text; most templates want the object."""
+    function = call["function"]
+    given = function.get("arguments")
+    if isinstance(given, str):
         try:
-            function["arguments"] = json.loads(function["arguments"] or "{}")
+            parsed = json.loads(given or "{}")
         except (ValueError, RecursionError):
             raise RequestError(f"{where}.tool_calls has arguments that are not JSON.", param="messages") from None
+        function["arguments"] = (given or "{}") if as_text else parsed
+    elif as_text and given is not None:
+        function["arguments"] = json.dumps(given, ensure_ascii=False)
 
 
 def _plain(value: Any, depth: int = 0) -> Any:

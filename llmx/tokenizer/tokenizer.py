@@ -79,9 +79,9 @@ class Tokenizer:
         stream = self.stream((), skip_special)
         return "".join([*map(stream.push, ids), stream.flush()])
 
-    def stream(self, prompt_ids: Sequence[int] = (), skip_special: bool = True) -> Stream:
-        """Incremental decoding of what follows a prompt; see `Stream`."""
-        return Stream(self._pieces, prompt_ids, self.special_ids if skip_special else frozenset())
+    def stream(self, prompt_ids: Sequence[int] = (), skip_special: bool = True, visible: Iterable[int] = ()) -> Stream:
+        """Incremental decoding of what follows a prompt; see `Stream`. visible: special tokens that aren't skipped."""
+        return Stream(self._pieces, prompt_ids, self.special_ids.difference(visible) if skip_special else frozenset())
 
     def piece(self, token_id: int) -> bytes:
         """The bytes that a token stands for inside a text, perhaps part of a character; b"" for an unknown id."""

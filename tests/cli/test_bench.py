@@ -161,3 +161,110 @@ def test_an_interrupt_reports_what_was_done_and_exits_130(tmp_path: Path, awaite
     else:
         assert 2 <= results["serving"]["completed"] < 200
         assert results["serving"]["failed"] == 0
+
+
+def test_a_sweep_has_a_part_for_each_concurrency() -> None:
+    sweep = ["-p", "0", "-n", "0", "--requests", "6", "--input-len", "9", "--output-len", "3", "--concurrency", "1,2,3"]
+    results = report(*sweep)["results"]
+    assert set(results["sweep"]) == {"c1", "c2"}
+    assert [results["sweep"][name]["max_concurrency"] for name in ("c1", "c2")] == [1, 2]
+    assert results["serving"]["max_concurrency"] == 3
+    assert results["sweep"]["c1"]["max_concurrent_requests"] == 1
+    assert all(part["cached_tokens"] == 0 for part in (*results["sweep"].values(), results["serving"]))
+
+
+def test_contenders_take_turns_on_the_same_arrivals() -> None:
+    flags = ["--requests", "9", "--input-len", "9:20", "--output-len", "2:6", "--request-rate", "200", "--repeat", "2"]
+    results = report("-p", "0", "-n", "0", "--batching", "both", "--static-batch", "4", *flags)["results"]
+    continuous, static = results["serving"], results["contenders"]["static"]
+    assert (continuous["contender"], static["contender"]) == ("continuous", "static")
+    for figures in (continuous, static):
+        assert (figures["completed"], figures["failed"], figures["loop"]) == (9, 0, "open")
+        assert len(figures["repeats"]) == 2
+        assert figures["sd"]["output_throughput"] >= 0
+        assert figures["total_output_tokens"] == continuous["total_output_tokens"]
+        assert figures["request_rate"] == 200
+    assert results["comparison"]["static"]["rounds"] == 2
+    ratios = [
+        a["p99_e2el_ms"] / b["p99_e2el_ms"] for a, b in zip(continuous["repeats"], static["repeats"], strict=True)
+    ]
+    assert results["comparison"]["static"]["p99_e2el_lower_by"] == pytest.approx(1 - sum(ratios) / 2)
+
+
+def test_a_file_of_texts_is_tokenized_here(tmp_path: Path) -> None:
+    path = tmp_path / "d.jsonl"
+    path.write_text('{"prompt": "x", "output_tokens": 2}')
+    result = bench("-p", "0", "-n", "0", "--dataset", str(path))
+    assert result.exit_code == 2
+    assert "no tokenizer" in result.stderr  # random weights have none
+
+
+def test_transformers_is_a_contender_with_its_dtype(tmp_path: Path) -> None:
+    from server.model import build
+
+    folder = build(tmp_path / "tiny")
+    flags = [
+        "-p",
+        "0",
+        "-n",
+        "0",
+        "--requests",
+        "5",
+        "--input-len",
+        "9:20",
+        "--output-len",
+        "2:6",
+        "--concurrency",
+        "2",
+    ]
+    command = ["bench", str(folder), *SMALL, *flags, "--baseline", "transformers", "--json", "-"]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.stderr
+    results = json.loads(result.stdout)["results"]
+    theirs = results["contenders"]["transformers"]
+    assert theirs["compute_dtype"] == "float32"
+    assert (theirs["completed"], theirs["failed"]) == (5, 0)
+    assert theirs["total_output_tokens"] == results["serving"]["total_output_tokens"]
+    assert theirs["max_concurrent_requests"] == 2
+    assert results["comparison"]["transformers"]["output_throughput_ratio"] > 0
+
+
+def test_without_transformers_that_is_said_before_any_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    result = bench("--baseline", "transformers")
+    assert result.exit_code == 2
+    assert "needs the package transformers" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--batching", "odd"], "--batching odd is not known; there are continuous, static, both."),
+        (["--baseline", "odd"], "--baseline odd is not known"),
+        (["--baseline", "transformers"], "transformers knows no random:tiny"),
+        (["--batching", "both", "--concurrency", "1,2"], "Several --concurrency with several contenders"),
+        (["--fail-if", "nonsense"], "is not a condition"),
+        (["--slo", "ttft"], "is no limit"),
+    ],
+)
+def test_what_contradicts_itself_is_refused(flags: list[str], says: str) -> None:
+    result = bench(*flags)
+    assert result.exit_code == 2
+    assert says in result.stderr
+
+
+def test_a_gate_here_exits_3_and_names_figures_by_the_parts_they_are_in(tmp_path: Path) -> None:
+    small = ["-p", "8", "-n", "0", "-r", "1", "--requests", "4", "--input-len", "9", "--output-len", "3"]
+    gates = [
+        "--fail-if",
+        "prefill.tokens_per_second<1",
+        "--fail-if",
+        "serving.e2el_ms.p50>0",
+        "--fail-if",
+        "kv_utilisation<0",
+    ]
+    path = tmp_path / "r.json"
+    result = bench(*small, *gates, "--json", str(path))
+    assert result.exit_code == 3, result.stderr
+    assert "serving.e2el_ms.p50 is" in result.stderr
+    assert [gate["failed"] for gate in json.loads(path.read_text())["results"]["gates"]] == [False, True, False]

@@ -5,6 +5,7 @@ The ranks are threads here; test_ranks.py has them as processes.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
@@ -16,11 +17,14 @@ import torch
 from distributed.threads import CPU, Member, load, on_ranks
 from engine.common import LENGTH, STD, VOCAB, Watched, key_of, requests
 from engine.common import said as said_of
+from letters import Letters
 from tiny_gguf import FORMATS, write_gguf
 from tiny_models import TOLERANCE, Said, Tiny, build, every_tiny, open_folder, open_gguf_file, prompt_of, run, save
 from torch import Tensor
 
 from llmx.core import Request, SamplingParams
+from llmx.engine.constraints import Grammars
+from llmx.grammar import from_json_schema, regex
 from llmx.kernels import Kernels
 from llmx.layers.rope import RopeConfig
 from llmx.loading import RandomWeights, Shard
@@ -256,6 +260,25 @@ def test_prefix_hits_and_aborts_leave_the_ranks_in_step() -> None:
 
     alone = play(Alone())
     assert alone[2] > 0
+    assert on_ranks(2, play) == [alone, alone]
+
+
+def test_ranks_follow_a_grammar_together() -> None:
+    schema = from_json_schema({"type": "object", "properties": {"a": {"enum": ["x", 7]}}, "required": ["a"]})
+    grammars = {"digits": regex("[0-9]{3}(-[0-9]{2})*"), "schema": schema}
+
+    def play(group: Any) -> list[tuple[list[int], str | None]]:
+        made = engine(group, budget=40, overlap=True)
+        made.grammars = Grammars(Letters, VOCAB)  # type: ignore[arg-type]
+        asked = [
+            Request(name, (5, 6, 7), SamplingParams(grammar=grammar, seed=1, n=2, max_tokens=24), Letters.eos_ids)
+            for name, grammar in grammars.items()
+        ]
+        return [(s.output, s.finish) for s in made.run(asked)]
+
+    alone = play(Alone())
+    assert all(re.match("[0-9]{3}", Letters().text(output).decode()) for output, _ in alone[:2])
+    assert any(finish == "stop" for _, finish in alone)
     assert on_ranks(2, play) == [alone, alone]
 
 

@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from letters import Letters
 from torch import Tensor
 
 from llmx.cache.pools import windows_of
@@ -140,6 +141,7 @@ def engine(
         device=CPU,
         prefix_caching=prefix_caching,
         poison=True,
+        tokenizer=Letters,  # type: ignore[arg-type]
     )
     if not watermark:
         made.scheduler.blocks.least_free = lambda: LENGTH  # type: ignore[method-assign]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 TEMPLATE = (
@@ -21,9 +21,15 @@ HIDDEN = 64
 SAYING = "🫠ď客"
 
 
-def build(folder: Path, successors: Mapping[str, str] | None = None) -> Path:
+def build(
+    folder: Path,
+    successors: Mapping[str, str] | None = None,
+    *,
+    specials: Sequence[str] = (),
+    context: int = CONTEXT,
+) -> Path:
     """Writes the model. With `successors` it says after each key its value (both single bytes as the tokenizer shows
-    them), whatever came before; else its weights are random.
+    them), whatever came before; else its weights are random. specials: more special tokens. context: in tokens.
     """
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -34,7 +40,7 @@ def build(folder: Path, successors: Mapping[str, str] | None = None) -> Path:
     inner.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=320, special_tokens=SPECIALS, initial_alphabet=alphabet, show_progress=False
+        vocab_size=320, special_tokens=[*SPECIALS, *specials], initial_alphabet=alphabet, show_progress=False
     )
     inner.train_from_iterator(TEXT, trainer)
     tokenizer = PreTrainedTokenizerFast(
@@ -48,7 +54,7 @@ def build(folder: Path, successors: Mapping[str, str] | None = None) -> Path:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=CONTEXT,
+        max_position_embeddings=context,
         initializer_range=0.3,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,

@@ -13,6 +13,7 @@ from server.fake import FakeLLM, forever, says
 from server.running import Running, eventually, running
 from server.scraping import scraped
 
+from llmx.config import Metrics
 from llmx.llm import LLM
 
 FINISHED = "llmx:request_success_total"
@@ -72,6 +73,13 @@ def test_the_sums_of_200_random_requests_are_those_of_their_usage(server: Runnin
     assert grew("llmx:request_queue_time_seconds_count") == grew("llmx:request_prompt_tokens_count")
     assert 0 < grew("llmx:inter_token_latency_seconds_count") <= generated
     assert grew("llmx:e2e_request_latency_seconds_sum") >= grew("llmx:time_to_first_token_seconds_sum") > 0
+    assert grew("llmx:request_params_n_sum") == texts
+    assert grew("llmx:request_prefill_kv_computed_tokens_sum") == prompts - cached
+    assert grew("llmx:request_inference_time_seconds_count") == texts
+    assert grew("llmx:request_inference_time_seconds_sum") >= grew("llmx:request_decode_time_seconds_sum")
+    for name in ("params_n", "params_max_tokens", "max_num_generation_tokens", "prefill_kv_computed_tokens"):
+        assert grew(f"llmx:request_{name}_count") == grew("llmx:request_prompt_tokens_count")
+    assert 0 < grew("llmx:request_max_num_generation_tokens_sum") <= generated
     assert (after["llmx:num_requests_running"], after["llmx:num_requests_waiting"]) == (0, 0)
     assert after["llmx:kv_cache_usage_perc"] == 0
 
@@ -83,6 +91,48 @@ def test_a_histograms_buckets_add_up(server: Running) -> None:
         counts = [value for key, value in found.items() if key.startswith(f"{name}_bucket ")]
         assert counts == sorted(counts)
         assert counts[-1] == found[f"{name}_count"]
+
+
+def test_steps_and_their_tokens_are_counted(tiny: Path) -> None:
+    options: dict[str, Any] = {"dtype": "float32", "device": "cpu", "threads": 1, "kv_cache_bytes": 2**20}
+    with LLM(str(tiny), max_num_seqs=4, max_num_batched_tokens=16, **options) as llm, running(llm) as server:
+        body = {"prompt": list(range(10, 50)), "max_tokens": 5, "ignore_eos": True}
+        assert server.post("completions", body)[0] == 200
+        found = scraped(server)
+    # A prompt of 40 tokens in steps of 16, 16 and 8, the last of which gives a token; then one step for each of four.
+    steps = "llmx:iteration_tokens_total"
+    at_most = {"1.0": 4.0, "8.0": 5.0, "16.0": 7.0, "+Inf": 7.0}
+    assert {bound: found[f"{steps}_bucket le={bound}"] for bound in at_most} == at_most
+    assert (found[f"{steps}_count"], found[f"{steps}_sum"]) == (7.0, 44.0)
+    assert found["llmx:spec_decode_num_draft_tokens_total"] == 0
+
+
+def test_drafts_are_told() -> None:
+    llm = FakeLLM(says("hi"))
+    llm.metrics = lambda _: Metrics(drafted_tokens=7, accepted_tokens=4)  # type: ignore[method-assign]
+    with running(llm) as server:
+        found = scraped(server)
+    assert found["llmx:spec_decode_num_draft_tokens_total"] == 7
+    assert found["llmx:spec_decode_num_accepted_tokens_total"] == 4
+
+
+# vLLM's names (v1/metrics/loggers.py and v1/spec_decode/metrics.py) that its dashboards ask for, but for those of
+# features that are not built: LoRA, multi-modal and external caches, sleeping, data-parallel engines.
+VLLM = """num_requests_running num_requests_waiting kv_cache_usage_perc prefix_cache_queries_total
+prefix_cache_hits_total
+num_preemptions_total prompt_tokens_total generation_tokens_total request_success_total request_prompt_tokens_count
+request_generation_tokens_count iteration_tokens_total_count request_max_num_generation_tokens_count
+request_params_n_count request_params_max_tokens_count time_to_first_token_seconds_count
+inter_token_latency_seconds_count request_time_per_output_token_seconds_count e2e_request_latency_seconds_count
+request_queue_time_seconds_count request_inference_time_seconds_count request_prefill_time_seconds_count
+request_decode_time_seconds_count request_prefill_kv_computed_tokens_count spec_decode_num_draft_tokens_total
+spec_decode_num_accepted_tokens_total"""
+
+
+def test_vllms_names_are_there() -> None:
+    with running(FakeLLM(says("hi"))) as server:
+        found = {key.split(" ")[0] for key in scraped(server)}
+    assert not {f"llmx:{name}" for name in VLLM.split()} - found
 
 
 def test_the_caches_shape_is_told(server: Running, llm: LLM) -> None:

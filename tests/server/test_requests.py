@@ -111,7 +111,6 @@ def test_a_body_that_is_too_large_is_refused(server: Running) -> None:
         ({"model": 5}, "model"),
         ({"prompt_logprobs": -1}, "prompt_logprobs"),
         ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"best_of": 3}, "best_of"),
         ({"chat_template": "{{ 1 }}"}, "chat_template"),
@@ -168,7 +167,11 @@ def test_messages_that_make_no_conversation_are_refused(server: Running, message
     "messages",
     [
         [USER, {"role": "assistant", "content": ""}, USER],
-        [USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}, {"role": "tool", "content": "5"}],
+        [
+            USER,
+            {"role": "assistant", "content": None, "tool_calls": [CALL]},
+            {"role": "tool", "content": "5", "tool_call_id": "1"},
+        ],
         [{"role": "system", "content": "Be brief."}, USER | {"name": "Ann"}],
         [{"role": "user", "content": [{"type": "text", "text": "<|end|>"}]}],
     ],

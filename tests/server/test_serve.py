@@ -3,100 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import socket
-import subprocess
 import sys
-import threading
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
-from openai import APIConnectionError, APIError, AuthenticationError, OpenAI
+from openai import APIConnectionError, AuthenticationError, OpenAI
 from server.running import PATIENCE, eventually
+from server.served import ENDLESS, Served, alive, command, connected, serving
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks processes up in /proc")
-ENDLESS: dict[str, Any] = {"prompt": "the", "temperature": 0, "max_tokens": 200, "extra_body": {"ignore_eos": True}}
-
-
-class Served:
-    """A server process, what it said on stderr, and its engine's process."""
-
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self.process = process
-        self.lines: list[str] = []
-        self._reader = threading.Thread(target=self._read)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self.process.stderr is not None
-        self.lines += iter(self.process.stderr.readline, "")
-
-    @property
-    def said(self) -> str:
-        return "".join(self.lines)
-
-    @property
-    def url(self) -> str:
-        found = re.search(r"at (http://127\.0\.0\.1:\d+/v1)", self.said)
-        assert found, self.said
-        return found[1]
-
-    @property
-    def engine(self) -> int:
-        (child,) = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        return int(child)
-
-    def ended(self) -> int:
-        """Its exit code, once it has one and has said everything."""
-        code = self.process.wait(PATIENCE)
-        self._reader.join(PATIENCE)
-        return code
-
-
-def command(*arguments: str) -> subprocess.Popen[str]:
-    """`llmx serve` with these arguments, from the package that the tests import."""
-    paths = os.pathsep.join(path for path in sys.path if path)
-    return subprocess.Popen(
-        [sys.executable, "-m", "llmx.cli", "serve", *arguments],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
-    )
-
-
-@contextmanager
-def serving(model: Path, *arguments: str) -> Iterator[Served]:
-    options = ("--port", "0", "--device", "cpu", "--dtype", "float32", "--threads", "1", "--max-num-seqs", "4")
-    with command(str(model), *options, *arguments) as process:
-        served = Served(process)
-        try:
-            assert eventually(lambda: "Try: curl" in served.said or process.poll() is not None)
-            assert process.poll() is None, served.said
-            yield served
-        finally:
-            process.kill()
-            served.ended()
-
-
-def alive(pid: int) -> bool:
-    """Whether that process runs (one that ended and was not waited for does not)."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-@contextmanager
-def connected(served: Served) -> Iterator[OpenAI]:
-    with OpenAI(base_url=served.url, api_key="none", max_retries=0) as client:
-        yield client
 
 
 def test_it_says_how_to_use_it_and_that_line_works(tiny: Path) -> None:
@@ -183,34 +102,6 @@ def test_keys_templates_and_defaults_come_from_flags(tiny: Path, tmp_path: Path)
                 assert chat.usage.completion_tokens <= 3
         assert "samples  temperature 0, max_tokens 3" in served.said
         assert "sk-" not in served.said
-
-
-def test_a_second_interrupt_stops_at_once(tiny: Path) -> None:
-    with serving(tiny, "--drain-seconds", "600") as served, connected(served) as client:
-        engine = served.engine
-        os.kill(engine, signal.SIGSTOP)  # so that the stream can't end by itself
-        stream = client.completions.create(model="tiny", stream=True, **ENDLESS)
-        served.process.send_signal(signal.SIGINT)
-        assert eventually(lambda: "Stopping" in served.said)
-        served.process.send_signal(signal.SIGINT)
-        assert eventually(lambda: not alive(served.process.pid) or not alive(engine))
-        with pytest.raises(APIError):
-            list(stream)
-        assert served.ended() == 130
-        assert not alive(engine)
-        assert "Traceback" not in served.said
-
-
-def test_if_the_engines_process_is_killed_streams_say_so_and_the_server_exits_with_1(tiny: Path) -> None:
-    with serving(tiny) as served, connected(served) as client:
-        stream = client.completions.create(model="tiny", stream=True, **ENDLESS)
-        next(iter(stream))
-        os.kill(served.engine, signal.SIGKILL)
-        with pytest.raises(APIError, match="ended by signal 9"):
-            list(stream)
-        assert served.ended() == 1
-        assert "error: The engine process ended by signal 9.\n" in served.said
-        assert "Traceback" not in served.said
 
 
 def test_if_the_server_is_killed_its_engine_ends(tiny: Path) -> None:

@@ -13,14 +13,18 @@ import pytest
 
 from llmx.bench import run
 from llmx.bench.ceilings import Ceilings, limit
-from llmx.bench.run import Findings, Plan, measure
+from llmx.bench.datasets import RANDOM, Dataset
+from llmx.bench.findings import Findings
+from llmx.bench.plan import CONTINUOUS, Load, Plan, Point
+from llmx.bench.run import measure
 from llmx.bench.table import bound_line, serving_lines
 from llmx.bench.workload import Span
 from llmx.config import EngineInfo, Metrics
 from llmx.core import Delta, SamplingParams
 from llmx.errors import LlmxError, RequestError, UsageError
 
-PLAN = Plan(8, 4, 3, concurrency=2, requests=6, input_len=Span(2, 5), output_len=Span(3, 6), seed=1)
+LOAD = Load(Dataset(RANDOM, Span(2, 5), Span(3, 6)), requests=6, points=(Point(CONTINUOUS, 2),))
+PLAN = Plan(8, 4, 3, LOAD, seed=1)
 INFO = EngineInfo(
     **dict.fromkeys(EngineInfo.__dataclass_fields__, 1)
     | {"model": "stand-in", "device": "cpu", "dtype": "float32", "parameters": 1000, "max_model_len": 64}
@@ -32,6 +36,7 @@ class StandInStream:
     llm: StandIn
     count: int
     left: bool = False
+    cached_tokens: int = 0
 
     def deltas(self) -> Iterator[Delta]:
         for i in range(self.count):
@@ -74,6 +79,7 @@ class StandIn:
     most: int = 0
     info: EngineInfo = INFO
     prompts: list[tuple[int, ...]] = field(default_factory=list)
+    salts: list[bytes] = field(default_factory=list)
     params: list[SamplingParams] = field(default_factory=list)
     streams: list[StandInStream] = field(default_factory=list)
     maybe_tokenizer: Any = field(default_factory=lambda: SimpleNamespace(special_ids=frozenset({0}), vocab_size=90))
@@ -84,10 +90,11 @@ class StandIn:
     def metrics(self) -> Metrics:
         return Metrics(generated_tokens=self.emitted, step_seconds=0.0)
 
-    def open(self, prompt: Sequence[int], params: SamplingParams) -> StandInStream:
+    def open(self, prompt: Sequence[int], params: SamplingParams, *, salt: bytes = b"") -> StandInStream:
         if len(prompt) == self.refuse:
             raise RequestError("That one can't run.")
         self.prompts.append(tuple(prompt))
+        self.salts.append(salt)
         self.params.append(params)
         assert params.max_tokens is not None
         self.streams.append(StandInStream(self, params.max_tokens))
@@ -137,7 +144,7 @@ def test_serving_keeps_the_asked_concurrency_and_loses_no_request() -> None:
 
 def test_parts_of_size_zero_are_left_out() -> None:
     llm = StandIn()
-    results = findings(llm, replace(PLAN, prompt_len=0, requests=0)).results()
+    results = findings(llm, replace(PLAN, prompt_len=0, load=None)).results()
     assert set(results) == {"interrupted", "decode", "ceilings"}
     assert {len(prompt) for prompt in llm.prompts} == {1}
 
@@ -175,7 +182,7 @@ def test_a_refused_request_is_a_failed_one_and_the_others_go_on() -> None:
     again = findings(StandIn(refuse=refused), plan).results()["serving"]
     assert again["failed"] > 0
     assert again["completed"] + again["failed"] == 6
-    assert again["errors"] == ["That one can't run."]
+    assert again["errors"][0].startswith("That one can't run.")
 
 
 def test_a_broken_engine_ends_the_bench_with_its_own_error() -> None:
@@ -188,13 +195,13 @@ def test_a_broken_engine_ends_the_bench_with_its_own_error() -> None:
     [
         (replace(PLAN, prompt_len=64), "-p 64"),
         (replace(PLAN, gen_len=63), "-n 63"),
-        (replace(PLAN, input_len=Span(2, 60)), "--input-len 2:60"),
+        (replace(PLAN, load=replace(LOAD, dataset=Dataset(RANDOM, Span(2, 60), Span(3, 6)))), "--input-len 2:60"),
     ],
 )
 def test_lengths_beyond_the_context_are_refused_with_the_numbers(plan: Plan, flag: str) -> None:
     with pytest.raises(UsageError, match=rf"{flag}.* needs a context of 6\d tokens; the model runs with 64"):
         plan.check(64)
-    replace(plan, prompt_len=0, gen_len=0, requests=0).check(64)
+    replace(plan, prompt_len=0, gen_len=0, load=None).check(64)
 
 
 @pytest.mark.parametrize(
@@ -210,4 +217,4 @@ def test_the_closing_line_says_what_bounds_a_rate(reached: float, verdict: str) 
 def test_a_warm_cache_is_pointed_out() -> None:
     figures = findings(StandIn()).results()["serving"]
     assert not any("prefix cache" in line for line in serving_lines(figures))
-    assert any("prefix cache" in line for line in serving_lines(figures | {"cached_token_share": 0.4}))
+    assert any("prefix cache" in line for line in serving_lines(figures | {"cache_hit_rate": 0.4}))

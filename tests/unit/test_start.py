@@ -14,7 +14,7 @@ import pytest
 HEAVY = ("torch", "numpy", "transformers", "tokenizers", "fastapi", "uvicorn", "jinja2", "triton", "yaml")
 LIGHT = [f"llmx.{name}" for name in ("cli", "core", "config", "errors", "report")]
 LIGHT += ["llmx", *(f"llmx.formats.{name}" for name in ("fields", "gguf", "hub", "safetensors", "structure"))]
-COMMANDS = ("generate", "chat", "serve", "bench", "pull", "env")
+COMMANDS = ("generate", "chat", "serve", "bench", "eval", "pull", "env")
 
 
 def python(code: str, **env: str) -> subprocess.CompletedProcess[str]:

@@ -1,0 +1,124 @@
+"""What continuous batching gains over static batches of the same engine: p99 of E2E at 70 % of the measured capacity.
+
+First the capacity: a closed loop with twice as many requests as the engine runs at once; its rate while all places were
+taken, over the mean length of an output. There the engine must be busy at least 85 % of the time. Then, for each of
+five seeds (its own lengths, prompts and Poisson arrivals), both serve the same requests one after the other; the median
+of 1 - continuous / static of their p99 must be at least 40 %. Exit code 3 if one of the two doesn't hold.
+
+How much it is depends on what a step costs whatever is in it (reading the weights, starting the kernels) beside what
+each token adds: a larger batch shares the first. Where tokens cost nearly all, as large matrix products do on a few
+cores, no batching gains much.
+
+    python benchmarks/batching_gain.py --json gain.json         # a tiny model of random weights: about two minutes
+    python benchmarks/batching_gain.py --model demo --requests 60 --input-len 8:32 --output-len 4:96
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from _common import publish, say
+
+from llmx.bench.datasets import RANDOM, Dataset, make_jobs
+from llmx.bench.definitions import DEFINITIONS
+from llmx.bench.findings import Run
+from llmx.bench.plan import CONTINUOUS, STATIC, Load, Point
+from llmx.bench.run import prompt_ids, serve_point
+from llmx.bench.workload import parse_span
+from llmx.errors import LlmxError
+from llmx.report import Report
+
+LEAST_GAIN, LEAST_BUSY, LOAD = 0.40, 0.85, 0.70
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="random:tiny")
+    parser.add_argument("--requests", type=int, default=150, help="of each seed")
+    parser.add_argument("--input-len", default="8:32")
+    parser.add_argument("--output-len", default="4:128")
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--batch", type=int, default=32, help="most at once, of both")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--threads", type=int, default=None)
+    parser.add_argument("--json", type=Path, default=None)
+    return parser.parse_args()
+
+
+class Bench:
+    """One engine that serves rounds of requests."""
+
+    def __init__(self, llm: Any, flags: argparse.Namespace) -> None:
+        self.llm, self.flags, self.ids = llm, flags, prompt_ids(llm)
+        spans = parse_span(flags.input_len, "--input-len"), parse_span(flags.output_len, "--output-len")
+        self.dataset = Dataset(RANDOM, *spans)
+
+    def round(self, contender: str, requests: int, seed: int, rate: float | None, most: int | None) -> dict[str, Any]:
+        """The figures of one run. The nonce is the contender, so that neither finds the other's prompts cached."""
+        point = Point(contender, most)
+        load = Load(self.dataset, requests, (point,), rate, static_batch=self.flags.batch)
+        run = Run(point)
+        jobs = make_jobs(self.dataset, self.ids, requests, seed, f"{contender}/{rate is None}")
+        serve_point(self.llm, load, run, jobs, seed, lambda _: None)
+        figures = run.figures(load)
+        if figures["completed"] != requests:
+            raise LlmxError(f"{contender}: {figures['failed']} requests failed: {'; '.join(figures['errors'])}")
+        return figures
+
+    def capacity(self) -> tuple[float, dict[str, Any]]:
+        """(requests per second, the figures of the run that showed it)."""
+        self.round(CONTINUOUS, 4, 10_000, None, 4)  # a warm-up
+        most = 2 * self.flags.batch
+        figures = self.round(CONTINUOUS, 3 * self.flags.batch, 10_001, None, most)
+        window = figures["steady"]["output_throughput"] or figures["output_throughput"]
+        return window * figures["completed"] / figures["total_output_tokens"], figures
+
+
+def main() -> None:
+    flags = arguments()
+    from llmx.llm import LLM
+
+    began = time.perf_counter()
+    engine = {name: getattr(flags, name) for name in ("device", "dtype", "threads")}
+    with LLM(flags.model, max_num_seqs=flags.batch, **engine) as llm:
+        bench = Bench(llm, flags)
+        capacity, saturated = bench.capacity()
+        rate, busy = LOAD * capacity, saturated["busy_share"]
+        say(f"capacity {capacity:.2f} requests/s, engine busy {100 * busy:.1f} %; arrivals at {rate:.2f} requests/s")
+        seeds = []
+        for seed in range(flags.seeds):
+            both = {name: bench.round(name, flags.requests, seed, rate, None) for name in (CONTINUOUS, STATIC)}
+            tails = {name: figures["p99_e2el_ms"] for name, figures in both.items()}
+            gain = 1 - tails[CONTINUOUS] / tails[STATIC]
+            seeds.append({"seed": seed, "p99_e2el_lower_by": gain, **both})
+            shown = f"{tails[CONTINUOUS]:.0f} ms against {tails[STATIC]:.0f} ms"
+            say(f"seed {seed}: p99 of E2E {shown}: {100 * gain:.1f} % lower")
+        info = llm.info
+    gain = statistics.median(one["p99_e2el_lower_by"] for one in seeds)
+    holds = gain >= LEAST_GAIN and busy >= LEAST_BUSY
+    say(f"median {100 * gain:.1f} % lower (at least {100 * LEAST_GAIN:g} %), busy {100 * busy:.1f} % at saturation "
+        f"(at least {100 * LEAST_BUSY:g} %): {'holds' if holds else 'does NOT hold'}; "
+        f"{time.perf_counter() - began:.0f} s")  # fmt: skip
+    results = {
+        "capacity_requests_per_second": capacity,
+        "request_rate": rate,
+        "busy_share_at_saturation": busy,
+        "median_p99_e2el_lower_by": gain,
+        "holds": holds,
+        "saturated": saturated,
+        "seeds": seeds,
+    }
+    model = {"name": info.model, "parameters": info.parameters, "schemes": info.schemes, "threads": info.threads}
+    report = Report("batching_gain", results, model=model, definitions=DEFINITIONS, kernels=dict(info.kernels))
+    publish(report, flags.json, ("torch",))
+    sys.exit(0 if holds else 3)
+
+
+if __name__ == "__main__":
+    main()

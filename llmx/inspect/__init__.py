@@ -1,0 +1,1 @@
+"""Where two runs of a model part: token, layer, op, tensor."""

@@ -1,0 +1,51 @@
+"""The scripts that show what the bench must hold: they run, in a small size; their bounds are for a quiet machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def results(script: str, *flags: str) -> tuple[int, dict[str, Any]]:
+    path = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(ROOT / "benchmarks" / script), *flags]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode in (0, 3), done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)["results"]
+    return done.returncode, found
+
+
+def test_the_client_is_held_against_the_servers_own_clock() -> None:
+    flags = ["--concurrency", "2", "--requests", "4", "--ttft-ms", "30", "--itl-ms", "5", "--output-len", "8"]
+    code, found = results("bench_client.py", *flags)
+    one = found["c2"]
+    assert one["truth"]["mean_ttft_ms"] >= 30
+    assert one["figures"]["mean_ttft_ms"] >= one["truth"]["mean_ttft_ms"]  # it can't have come before it was written
+    for name, error in one["error"].items():
+        assert error == pytest.approx(one["figures"][name] / one["truth"][name] - 1)
+    assert (code == 3) is bool(found["wrong"])
+    assert bool(found["wrong"]) is any(abs(error) > 0.02 for error in one["error"].values())
+
+
+def test_the_gain_of_batching_is_the_median_over_seeds_at_the_share_of_the_capacity() -> None:
+    flags = ["--model", "random:tiny", "--device", "cpu", "--dtype", "float32", "--threads", "1"]
+    code, found = results("batching_gain.py", *flags, "--requests", "8", "--seeds", "3", "--batch", "4")
+    assert found["request_rate"] == pytest.approx(0.7 * found["capacity_requests_per_second"])
+    gains = [1 - one["continuous"]["p99_e2el_ms"] / one["static"]["p99_e2el_ms"] for one in found["seeds"]]
+    assert found["median_p99_e2el_lower_by"] == pytest.approx(sorted(gains)[1])
+    for one in found["seeds"]:
+        for contender in ("continuous", "static"):
+            assert one[contender]["completed"] == 8
+            assert one[contender]["cached_tokens"] == 0
+        assert one["continuous"]["total_input_tokens"] == one["static"]["total_input_tokens"]
+    assert found["saturated"]["most_running_since_start"] == 4
+    assert found["holds"] is (code == 0)
