@@ -87,7 +87,7 @@ class Bench:
         tails = {name: figures["p99_e2el_ms"] for name, figures in both.items()}
         gain = 1 - tails[CONTINUOUS] / tails[STATIC]
         busy = saturated["busy_share"]
-        say(f"seed {seed}: capacity {capacity:.2f} requests/s, busy {100 * busy:.1f} %; at {100 * LOAD:g} % of it p99 E2E "
+        say(f"seed {seed}: capacity {capacity:.2f} requests/s, busy {100 * busy:.1f} %; at {LOAD:.0%} p99 E2E "
             f"{tails[CONTINUOUS]:.0f} ms against {tails[STATIC]:.0f} ms: {100 * gain:.1f} % lower")  # fmt: skip
         found = {"seed": seed, "capacity_requests_per_second": capacity, "busy_share_at_saturation": busy}
         return found | {"request_rate": LOAD * capacity, "p99_e2el_lower_by": gain, "saturated": saturated, **both}
