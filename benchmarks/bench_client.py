@@ -89,7 +89,7 @@ def vllms(flags: argparse.Namespace, url: str, concurrency: int, path: Path) -> 
     command += ["--ignore-eos", "--save-result", "--result-dir", str(path.parent), "--result-filename", path.name]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     if done.returncode:
-        raise SystemExit(f"vllm bench serve failed:\n{done.stderr[-3000:]}")
+        raise SystemExit(f"vllm bench serve failed:\n{(done.stdout + done.stderr)[-3000:]}")
     found: dict[str, Any] = json.loads(path.read_text())
     return found
 

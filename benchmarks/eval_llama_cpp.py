@@ -6,8 +6,6 @@ For each model, with the text's first --chunks windows of 512 tokens:
 
   as stored  perplexity of the file in both tools: llama.cpp multiplies with activations in 8 bits where llmx's
              reference kernels use 32, so they may differ, within the standard error
-  files      KL divergence from llama-perplexity's two logits files alone (the weights as F32, and the file as stored),
-             against what its --kl-divergence says of them: the measure without the models
   exact      KL divergence of the same weights rounded to Q4_0, both sets written as F32, F32 cache: the measure with
              both tools' own logits, on the logits file that llama-perplexity wrote
   ours       the logits file that llmx wrote for the F32 weights, read by llama-perplexity --kl-divergence
@@ -25,11 +23,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from _common import publish, say
 
 from llmx.config import EngineConfig
-from llmx.evals import figures, measures
 from llmx.evals.logits_file import LogitsFile
 from llmx.evals.protocol import LLAMA, Protocol
 from llmx.evals.run import Findings, Model, Plan, evaluate, open_tokenizer
@@ -73,28 +69,6 @@ def llmx(options: argparse.Namespace, model: str, **plan: Any) -> dict[str, Any]
     config = EngineConfig(model=model, dtype="float32", threads=options.threads)
     evaluate(Model(config, located, open_tokenizer(located)), None, found, say)
     return found.results()
-
-
-def of_files(base: LogitsFile, other: LogitsFile) -> dict[str, Any]:
-    """Figures of one logits file against another: no model is run.
-
-    All tokens 16 nats below the likeliest lie at that floor in a file: together they would weigh as much as one likely
-    token, so `other`'s are put out of the way.
-    """
-    import torch
-
-    assert base.layout == other.layout
-    assert base.tokens == other.tokens
-    cpu, layout, parts = torch.device("cpu"), base.layout, []
-    for chunk, window in enumerate(base.windows()):
-        targets = torch.tensor(window[layout.ctx // 2 + 1 :])
-        for row in range(0, layout.rows, 32):
-            count = min(32, layout.rows - row)
-            read = [file.read(chunk, row, count) for file in (other, base)]
-            ours, theirs = (measures.decode(*one, cpu) for one in read)
-            ours = torch.where(torch.from_numpy(read[0][0] == 0), -40.0, ours)
-            parts.append(measures.compare(ours, theirs, targets[row : row + count]))
-    return figures.distance({name: np.concatenate([part[name].numpy() for part in parts]) for name in parts[0]})
 
 
 def as_f32(model: str, path: Path, rounded: bool) -> str:
@@ -143,12 +117,12 @@ def kld_of(results: dict[str, Any]) -> dict[str, list[float]]:
 
 def compare(options: argparse.Namespace, model: str, folder: Path) -> dict[str, Any]:
     chunks, text = ("--chunks", str(options.chunks)), ("-f", options.text)
-    paths = {name: folder / name for name in ("f32.logits", "stored.logits", "ours.logits")}
+    paths = {name: folder / name for name in ("f32.logits", "ours.logits")}
     full = as_f32(model, folder / "f32.gguf", rounded=False)
     rounded = as_f32(model, folder / "rounded.gguf", rounded=True)
 
     say(f"{model}: as stored")
-    theirs = llama(options, model, *text, *chunks, "--save-all-logits", str(paths["stored.logits"]))
+    theirs = llama(options, model, *text, *chunks)
     written = read_file(Path(options.text))
     ours = llmx(options, model, written=written)
     value, error = theirs["perplexity"]
@@ -158,14 +132,9 @@ def compare(options: argparse.Namespace, model: str, folder: Path) -> dict[str, 
         "as_stored": {"llama.cpp": theirs["perplexity"], "llmx": [mine["mean"], mine["se"]], "agrees": agrees}
     }
 
-    say(f"{model}: KL divergence from two logits files")
+    say(f"{model}: KL divergence of weights rounded to Q4_0")
     exact = llama(options, full, *text, *chunks, *EXACT, "--save-all-logits", str(paths["f32.logits"]))
     base = ("--kl-divergence", "--kl-divergence-base")
-    theirs = llama(options, model, *base, str(paths["f32.logits"]))
-    ours = of_files(LogitsFile(paths["f32.logits"]), LogitsFile(paths["stored.logits"]))
-    found["files"] = _both(theirs, kld_of(ours), options.tolerance)
-
-    say(f"{model}: KL divergence of weights rounded to Q4_0")
     theirs = llama(options, rounded, *base, str(paths["f32.logits"]), *EXACT)
     ours = llmx(options, rounded, logits=LogitsFile(paths["f32.logits"]))
     found["exact"] = _both(theirs, kld_of(ours), options.tolerance)
