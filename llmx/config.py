@@ -74,6 +74,7 @@ class EngineInfo:
     architecture: str
     parameters: int
     weight_bytes: int  # as stored; of all ranks, so what each of them holds whole counts for each
+    pass_bytes: int  # of weights, as held, that one pass over the model reads; of all ranks
     schemes: tuple[str, ...]  # stored-weight schemes found in the checkpoint
     dtype: str
     kv_cache_dtype: str

@@ -82,6 +82,7 @@ class _Loader(ABC):
         self.parameters = self.bytes = 0
         self._prepare = os.environ.get("LLMX_PREPARE") != "0"
         self._found: set[str] = set()
+        self.pass_bytes = 0  # of the weights of linears, as held
         self._storages: dict[int, int] = {}  # address -> bytes of what the layers hold
         self._vocabulary: dict[str, Piece] = {}  # embeddings by name: a tied head shares their bytes
 
@@ -183,6 +184,7 @@ class _Loader(ABC):
             tensors = piece.scheme.prepare(tensors, piece.layout, dtype, self.kernels)
         bias = None if piece.bias is None else piece.bias.to(dtype)
         self._hold(tensors)
+        self.pass_bytes += sum(tensor.nbytes for tensor in tensors.values())
         return Segment(piece.scheme, piece.n_out, piece.layout, tensors, bias, self._prepare)
 
     def _hold(self, tensors: Mapping[str, Tensor]) -> None:

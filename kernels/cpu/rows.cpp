@@ -130,13 +130,12 @@ void gate_row(void* context, int64_t row) {
   const float *gate = g.x + row * 2 * g.inner, *up = gate + g.inner;
   runs(g.inner, [&](int64_t i, int count) __attribute__((always_inline)) {
     const F x = load_some(gate + i, count), one = all(1.0f);
-    F y;
-    if constexpr (GELU) {
+    F z = x;
+    if constexpr (GELU) {  // 1 + tanh(u) is 2 / (1 + e^-2u), without the cancellation
       const F cubed = mul(mul(mul(all(0.044715f), x), x), x);
-      y = mul(mul(all(0.5f), x), add(one, tanh_of(mul(all(0.7978845608f), add(x, cubed)))));
-    } else {
-      y = div(x, add(one, exponential(sub(zero(), x))));
+      z = mul(all(2.0f * 0.7978845608f), add(x, cubed));
     }
+    const F y = div(x, add(one, exponential(sub(zero(), z))));
     store_some(g.out + row * g.inner + i, mul(y, load_some(up + i, count)), count);
   });
 }

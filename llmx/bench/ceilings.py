@@ -89,9 +89,8 @@ def measure_ceilings(device_name: str, dtype_name: str) -> Ceilings:
 
 
 def weights_as_computed(info: EngineInfo) -> tuple[int, int]:
-    """(bytes that a pass over the weights reads, parameters). The reference unpacks to float32 on a CPU."""
-    width = 4 if info.device == "cpu" or info.dtype == "float32" else 2
-    return info.parameters * width, info.parameters
+    """(bytes that a pass over the weights reads, as they are held, parameters)."""
+    return info.pass_bytes, info.parameters
 
 
 def limit(ceilings: Ceilings, weight_bytes: int, parameters: int, tokens: int, reached: float) -> Limit:

@@ -66,7 +66,7 @@ def build_engine(
     kv_dtype = dtype if config.kv_cache_dtype == "auto" else _torch_dtype(config.kv_cache_dtype)
     length = _length(config, shape.max_position)
     if opened is None:
-        wanted = random_demand(shape, dtype, device)
+        wanted = random_demand(shape, dtype, device, kernels)
     else:
         wanted = weight_demand(opened.checkpoint, dtype, device, kernels)
     check_demand(config, wanted, shape.specs(ranks), length, kv_dtype, free, device)
@@ -79,7 +79,8 @@ def build_engine(
     with torch.inference_mode():
         model = family.Model(shape, weights, kernels, length=length, device=device, group=group)
     specs = model.specs
-    stored = int(group.sum(torch.tensor([weights.bytes], device=device)).item())  # and all have loaded
+    sizes = torch.tensor([weights.bytes, weights.pass_bytes], device=device)
+    stored, read = group.sum(sizes).tolist()  # and all have loaded
     fit = _fit(config, specs, length, kv_dtype, free, _taken(free, device), device) if group.rank == 0 else None
     fit = _agreed(group, fit, len(windows_of(specs)), device)
     overlap = device.type == "cuda" if config.overlap is None else config.overlap
@@ -101,6 +102,7 @@ def build_engine(
         architecture=opened.architecture if opened else family.ARCHITECTURES[0],
         parameters=weights.parameters,
         weight_bytes=stored,
+        pass_bytes=read,
         schemes=tuple(sorted(weights.schemes)),
         dtype=_name(dtype),
         kv_cache_dtype=_name(kv_dtype),

@@ -77,12 +77,13 @@ def _kept(stored: Stored, dtype: torch.dtype, device: torch.device, kernels: Ker
     return sum(t.nbytes for t in held.values()) // SAMPLE, is_view
 
 
-def random_demand(shape: Any, dtype: torch.dtype, device: torch.device) -> int:
-    """As weight_demand, of random weights."""
+def random_demand(shape: Any, dtype: torch.dtype, device: torch.device, kernels: Kernels) -> int:
+    """As weight_demand, of random weights, which are stored in `dtype`."""
     layer = shape.hidden * (shape.head_dim * 2 * (shape.heads + shape.kv_heads) + 3 * shape.inner)
     linears: int = shape.layers * layer + shape.vocab * shape.hidden
     embedding: int = shape.vocab * shape.hidden * dtype.itemsize
-    return linears * weight_dtype(dtype, device).itemsize + embedding
+    held = dtype if kernels.has("linear_packed") else weight_dtype(dtype, device)
+    return linears * held.itemsize + embedding
 
 
 def check_demand(

@@ -18,7 +18,7 @@ from llmx.engine.service import Core
 from llmx.errors import LlmxError, UsageError
 from llmx.formats.gguf import open_gguf
 from llmx.formats.hub import locate
-from llmx.kernels import Kernels
+from llmx.kernels import Kernels, cpu
 from llmx.loading import CheckpointWeights, RandomWeights, Shard
 from llmx.models import open_model, random_shape
 from tests.checkpoints import random_blocks, write
@@ -34,10 +34,11 @@ def check(weights: int, free: int, device: torch.device = CPU, length: int = 102
     check_demand(replace(CONFIG, **changes), weights, SPECS, length, torch.float32, free, device)
 
 
-def test_what_the_layers_will_hold_is_known_from_the_header(demo: Path) -> None:
-    """The demo's embedding stays mapped, its tied head and all linears are unpacked."""
+@pytest.mark.parametrize("backend", [None, "reference"])
+def test_what_the_layers_will_hold_is_known_from_the_header(backend: str | None, demo: Path) -> None:
+    """The demo's embedding stays mapped, its tied head and all linears are packed, or unpacked."""
     opened = open_model(locate("demo"))
-    kernels = Kernels("cpu")
+    kernels = Kernels("cpu", forced=backend)
     weights = CheckpointWeights(opened.checkpoint, opened.names, Shard(), torch.float32, CPU, kernels)
     opened.family.Model(opened.config, weights, kernels, length=64, device=CPU)
     mapped = opened.checkpoint.stored("token_embd.weight").nbytes
@@ -56,7 +57,7 @@ def test_each_way_to_store_a_matrix_has_its_own_size(tmp_path: Path, device: tor
     }
     kinds = {name: "Q4_0" if "up" in name else "Q8_0" for name in tensors if "norm" not in name}
     checkpoint = write(tmp_path, tensors, kinds)
-    found = weight_demand(checkpoint, torch.bfloat16, device, Kernels("cpu"))
+    found = weight_demand(checkpoint, torch.bfloat16, device, Kernels("cpu", forced="reference"))
     assert found == (96 + 96 + 32) * 64 * (4 if device is CPU else 2) + 64 * 4
 
 
@@ -64,15 +65,27 @@ def test_plain_float32_matrices_that_stay_mapped_do_not_count(tmp_path: Path) ->
     names = ("q_proj", "o_proj")
     tensors = {f"model.layers.0.self_attn.{name}.weight": torch.ones(64, 64) for name in names}
     checkpoint = write(tmp_path, tensors | {"lm_head.weight": torch.ones(32, 64)})
-    assert weight_demand(checkpoint, torch.float32, CPU, Kernels("cpu")) == 64 * 64 * 4
+    assert weight_demand(checkpoint, torch.float32, CPU, Kernels("cpu", forced="reference")) == 64 * 64 * 4
 
 
-def test_random_weights_are_known_from_their_shape() -> None:
+@pytest.mark.skipif(not cpu.available(), reason=f"cpu kernels: {cpu.describe()}")
+def test_packed_matrices_take_about_what_they_are_stored_in(tmp_path: Path) -> None:
+    tensors = {
+        "blk.0.ffn_up.weight": random_blocks("Q4_0", 96, 64),
+        "blk.0.ffn_gate.weight": random_blocks("Q8_0", 96, 64),
+    }
+    checkpoint = write(tmp_path, tensors, {name: "Q4_0" if "up" in name else "Q8_0" for name in tensors})
+    assert weight_demand(checkpoint, torch.float32, CPU, Kernels("cpu")) == 96 * 64 // 32 * (18 + 34)
+
+
+@pytest.mark.parametrize("backend", [None, "reference"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_random_weights_are_known_from_their_shape(backend: str | None, dtype: torch.dtype) -> None:
     family, shape = random_shape("tiny")
-    kernels = Kernels("cpu")
-    weights = RandomWeights(0, torch.float32, CPU, kernels)
+    kernels = Kernels("cpu", forced=backend)
+    weights = RandomWeights(0, dtype, CPU, kernels)
     family.Model(shape, weights, kernels, length=64, device=CPU)
-    assert random_demand(shape, torch.float32, CPU) == weights.held
+    assert random_demand(shape, dtype, CPU, kernels) == weights.held
 
 
 def test_what_fits_passes_and_what_does_not_names_the_flag_that_makes_it_fit() -> None:

@@ -43,7 +43,7 @@ class Spelled:
     def __getitem__(self, token: int) -> bytes:
         return PIECES[token]
 
-    def stream(self, prompt_ids: Any = (), skip_special: bool = True) -> Stream:
+    def stream(self, prompt_ids: Any = (), skip_special: bool = True, visible: Any = ()) -> Stream:
         return Stream(self, prompt_ids, frozenset())  # type: ignore[arg-type]
 
 

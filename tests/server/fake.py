@@ -19,6 +19,7 @@ INFO = EngineInfo(
     architecture="FakeForCausalLM",
     parameters=1_000_000,
     weight_bytes=4_000_000,
+    pass_bytes=4_000_000,
     schemes=("dense",),
     dtype="float32",
     kv_cache_dtype="float32",
