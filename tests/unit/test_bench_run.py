@@ -27,7 +27,14 @@ LOAD = Load(Dataset(RANDOM, Span(2, 5), Span(3, 6)), requests=6, points=(Point(C
 PLAN = Plan(8, 4, 3, LOAD, seed=1)
 INFO = EngineInfo(
     **dict.fromkeys(EngineInfo.__dataclass_fields__, 1)
-    | {"model": "stand-in", "device": "cpu", "dtype": "float32", "parameters": 1000, "max_model_len": 64}
+    | {
+        "model": "stand-in",
+        "device": "cpu",
+        "dtype": "float32",
+        "parameters": 1000,
+        "pass_bytes": 4000,
+        "max_model_len": 64,
+    }
 )
 
 
