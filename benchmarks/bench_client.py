@@ -28,6 +28,7 @@ from llmx.report import Report
 
 MOST_ERROR, MOST_DIFFERENCE = 0.02, 0.03
 FIGURES = ("mean_ttft_ms", "mean_itl_ms", "mean_e2el_ms", "output_throughput")
+SAME_BY_BOTH = ("mean_ttft_ms", "mean_tpot_ms", "mean_itl_ms")  # the others follow the lengths, which each draws itself
 DEFINITIONS = {
     "error": "our client's figure / the same from the clock readings that the server took as it wrote - 1",
     "difference": "our client's figure / that of `vllm bench serve` on the same server - 1",
@@ -86,7 +87,16 @@ def vllms(flags: argparse.Namespace, url: str, concurrency: int, path: Path) -> 
     command += ["--random-range-ratio", "0.5"]
     command += ["--random-output-len", str(flags.output_len), "--num-prompts", str(flags.requests * concurrency)]
     command += ["--max-concurrency", str(concurrency), "--num-warmups", str(max(8, 2 * concurrency))]
-    command += ["--ignore-eos", "--save-result", "--result-dir", str(path.parent), "--result-filename", path.name]
+    command += [
+        "--ignore-eos",
+        "--percentile-metrics",
+        "ttft,tpot,itl,e2el",
+        "--save-result",
+        "--result-dir",
+        str(path.parent),
+        "--result-filename",
+        path.name,
+    ]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"vllm bench serve failed:\n{(done.stdout + done.stderr)[-3000:]}")
@@ -121,8 +131,8 @@ def compare(flags: argparse.Namespace, folder: Path, concurrency: int) -> dict[s
         }
         if flags.vllm is not None:
             theirs = vllms(flags, url, concurrency, folder / "vllm.json")
-            result["vllm"] = {name: theirs[name] for name in FIGURES}
-            result["difference"] = {name: mine[name] / theirs[name] - 1 for name in FIGURES}
+            result["vllm"] = {name: theirs[name] for name in SAME_BY_BOTH}
+            result["difference"] = {name: mine[name] / theirs[name] - 1 for name in SAME_BY_BOTH}
     for what in ("error", "difference"):
         if what in result:
             shown = ", ".join(f"{name} {100 * value:+.2f} %" for name, value in result[what].items())
