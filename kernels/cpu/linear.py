@@ -71,12 +71,13 @@ def pack_codes(
 def _filled(rows: Tensor) -> Tensor:
     """With rows of zeros up to a whole block."""
     missing = -rows.shape[0] % LANES
-    return torch.nn.functional.pad(rows, (0, 0, 0, missing)) if missing else rows
+    return torch.cat([rows, rows.new_zeros(missing, rows.shape[1])]) if missing else rows
 
 
 def _lanes(part: Tensor) -> Tensor:
     """(n_out, n) -> (blocks, n, 16)"""
-    return _filled(part).unflatten(0, (-1, LANES)).transpose(1, 2)
+    blocks: Tensor = _filled(part).unflatten(0, (-1, LANES))
+    return blocks.transpose(1, 2)
 
 
 def linear_packed(x: Tensor, packed: Tensor, layout: str, n_out: int, bias: Tensor | None) -> Tensor:

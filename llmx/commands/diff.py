@@ -33,14 +33,18 @@ def diff(
     dtype: o.Dtype = "auto",
     device: o.Device = "auto",
     kv_cache_dtype: o.KvCacheDtype = "auto",
-    kernels: Annotated[str | None, typer.Option("--kernels", help="Take every op from cuda, cpu or reference.")] = None,
+    kernels_a: Annotated[
+        str | None, typer.Option("--kernels-a", help="Take every op of A from cuda, cpu or reference.")
+    ] = None,
     threads: o.Threads = None,
     dtype_b: Annotated[str | None, typer.Option("--dtype-b", help="As --dtype.", **_B)] = None,
     device_b: Annotated[str | None, typer.Option("--device-b", help="As --device.", **_B)] = None,
     kv_cache_dtype_b: Annotated[
         str | None, typer.Option("--kv-cache-dtype-b", help="As --kv-cache-dtype.", **_B)
     ] = None,
-    kernels_b: Annotated[str | None, typer.Option("--kernels-b", help="As --kernels.", **_B)] = None,
+    kernels_b: Annotated[
+        str | None, typer.Option("--kernels-b", help="As --kernels-a, of B; if not given, A's.", **_B)
+    ] = None,
     json: Annotated[
         Path | None, typer.Option("--json", metavar="PATH", help="Write the report there; -: stdout, and no lines.")
     ] = None,
@@ -69,7 +73,7 @@ def diff(
     from llmx.inspect.side import Side
     from llmx.report import Report
 
-    sides = Side(config, kernels), Side(other, kernels_b or kernels)
+    sides = Side(config, kernels_a), Side(other, kernels_b or kernels_a)
     with ticker() as say:
         found = compare(*sides, prompt=prompt, ids=given, tokens=tokens, tolerance=tolerance, say=say)
     report = Report("diff", figures(found), model={"name": a}, definitions=DEFINITIONS, started=started)

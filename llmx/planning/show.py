@@ -92,7 +92,7 @@ def notes(plan: Plan) -> Iterator[str]:
         instead = f"; the best of TP alone is {same.layout}" if same else ""
         yield f"this version runs TP in one machine, not {best.layout}{instead}"
     if plan.hardware.held is not None:
-        yield f"on this CPU the engine holds {plan.hardware.held:.2f} bytes of each weight, however it is stored"
+        yield f"on this CPU the engine holds {plan.hardware.held:.2f} bytes of each weight of a layer"
     elif anatomy.stored not in READABLE and readable(anatomy.stored):
         yield "on CUDA this version unpacks these weights to 16 bits when it loads them; the plan counts them as stored"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -108,7 +109,7 @@ def test_this_machine_is_measured(tmp_path: Path) -> None:
     assert found["fits"] is True
     best = found["best"]
     assert min(best["ttft_ms"], best["tbt_ms"], best["output_throughput"]) > 0
-    assert any("holds 4.00 bytes of each weight" in note for note in found["notes"])
+    assert any(re.search(r"holds [1-4]\.\d\d bytes of each weight", note) for note in found["notes"])
 
 
 @pytest.mark.parametrize(
