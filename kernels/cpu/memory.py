@@ -20,7 +20,9 @@ def take(size: int) -> Tensor:
     """(size,) uint8, zeros, aligned to a cache line. It is given back with the last tensor in its chunk."""
     global _chunk, _used
     if _chunk is None or _used + size > len(_chunk):
-        _chunk, _used = mmap.mmap(-1, -(-max(size, CHUNK) // PAGE) * PAGE), 0
+        # Private: the system has no large pages for memory that processes could share.
+        whole = -(-max(size, CHUNK) // PAGE) * PAGE
+        _chunk, _used = mmap.mmap(-1, whole, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), 0
         if hasattr(mmap, "MADV_HUGEPAGE"):
             _chunk.madvise(mmap.MADV_HUGEPAGE)
     taken = torch.frombuffer(_chunk, dtype=torch.uint8, count=size, offset=_used) if size else torch.empty(0)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from llmx.commands.settings_file import Entry
 
 PREFIX = "LLMX_"
+READ_ELSEWHERE = ("CACHE", "KERNELS", "ISA", "PREPARE", "DEMO_WHEEL", "REQUIRE_NATIVE", "PURE", "CONFIG", "DEBUG")
 OWN = ("config", "print_config")  # this module's parameters, which no file sets
 ORIGINS = "llmx.origins"  # in the context: parameter -> where its value was written
 _PANEL = "Settings"
@@ -188,8 +189,9 @@ def _several(text: str, variable: str) -> list[str]:
 def strays(environ: Mapping[str, str], commands: Mapping[str, Any]) -> Iterator[str]:
     """Sentences about variables that set nothing and look like a slip in the name of one that does."""
     known = {one for name, command in commands.items() for p in command.params for one in variables(name, p)}
+    read = {PREFIX + name for name in READ_ELSEWHERE}
     for variable in environ:
-        if variable.startswith(PREFIX) and variable not in known and (meant := _closest(variable, known, NEAR)):
+        if variable.startswith(PREFIX) and variable not in known | read and (meant := _closest(variable, known, NEAR)):
             yield f"{variable} sets nothing; did you mean {meant}?"
 
 

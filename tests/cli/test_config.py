@@ -23,7 +23,7 @@ TYPES = {
     str(c.callback.__name__): inspect.signature(c.callback).parameters for c in app.registered_commands if c.callback
 }
 # Read elsewhere, so that no flag may take their names.
-OTHERS = ["CACHE", "KERNELS", "ISA", "PREPARE", "DEMO_WHEEL", "REQUIRE_NATIVE", "PURE", "CONFIG", "DEBUG"]
+OTHERS = settings.READ_ELSEWHERE
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,7 @@
 #include "pool.h"
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstdlib>
 #include <mutex>
@@ -16,7 +17,8 @@
 namespace llmx_pool {
 namespace {
 
-constexpr int SPINS = 2000;  // tens of microseconds: about as long as Python needs from one op to the next
+constexpr auto PATIENCE = std::chrono::microseconds(150);  // longer than Python needs from one op to the next
+constexpr int SPINS = 64;  // between looks at the clock: a pause is 3 cycles on some processors, 140 on others
 constexpr int MOST = 256;
 
 inline void relax() {
@@ -72,18 +74,20 @@ struct Pool {
     uint32_t last = 0;
     for (;;) {
       uint32_t job = 0;
-      for (int spins = 0;; ++spins) {
-        job = number_of(next.load(std::memory_order_acquire));
-        if (job != last) break;
-        if (spins < SPINS) {
+      auto since = std::chrono::steady_clock::now();
+      for (;;) {
+        for (int spins = 0; spins < SPINS; ++spins) {
+          job = number_of(next.load(std::memory_order_acquire));
+          if (job != last) break;
           relax();
-          continue;
         }
+        if (job != last) break;
+        if (std::chrono::steady_clock::now() - since < PATIENCE) continue;
         std::unique_lock<std::mutex> lock(sleep);
         asleep.fetch_add(1, std::memory_order_seq_cst);
         wake.wait(lock, [&] { return number_of(next.load(std::memory_order_seq_cst)) != last; });
         asleep.fetch_sub(1, std::memory_order_seq_cst);
-        spins = 0;
+        since = std::chrono::steady_clock::now();
       }
       last = job;
       if (thread < wanted.load(std::memory_order_acquire)) work(job, thread);
@@ -133,11 +137,12 @@ void each(Task run, void* context, int64_t tasks, int threads) {
     p.wake.notify_all();
   }
   p.work(number, 0);
-  for (int spins = 0; p.done.load(std::memory_order_acquire) != tasks; ++spins)
-    if (spins < SPINS)
-      relax();
-    else
+  const auto since = std::chrono::steady_clock::now();
+  for (int spins = 1; p.done.load(std::memory_order_acquire) != tasks; ++spins)
+    if (spins % SPINS == 0 && std::chrono::steady_clock::now() - since > PATIENCE)
       sched_yield();  // another thread holds the last task, and may be waiting for this core
+    else
+      relax();
 }
 
 void* scratch(int thread, int64_t bytes) {
