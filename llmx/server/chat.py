@@ -186,6 +186,7 @@ async def chat(service: Service, request: Request) -> Response:
         grammar = await asyncio.to_thread(service.dialect.grammar, wish, thinks, params.grammar)
         params = replace(params, grammar=grammar)
     params = replace(params, visible_special_ids=service.dialect.visible(wish))
+    params = body.fitted(params, [prompt], service.llm.info.max_model_len)
     service.note_unknown(body)
     texts = TokenTexts(service.tokenizer, params.skip_special_tokens)
     generation = await service.open(request, "chatcmpl", [prompt], params, body.salt)

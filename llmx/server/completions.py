@@ -164,6 +164,7 @@ async def completions(service: Service, request: Request) -> Response:
     given = prompts(body.prompt)
     params = await body.apart(lambda: body.params(service.defaults))
     encoded = await asyncio.to_thread(_encoded, service, given)
+    params = body.fitted(params, encoded, service.llm.info.max_model_len)
     service.note_unknown(body)
     texts = TokenTexts(service.tokenizer, params.skip_special_tokens)
     generation = await service.open(request, "cmpl", encoded, params, body.salt, prompt_only=body.prompt_only)

@@ -15,6 +15,7 @@ HEAD_BYTES = 64 * 1024  # h11 bounds what it waits to see the end of; the front 
 MOST_HEADERS = 100
 HEAD_TOO_LARGE = f"The request has over {MOST_HEADERS} headers, or over {HEAD_BYTES} bytes of them."
 HEAD_SECONDS = 60.0
+CLOSE = "llmx.close"  # in the ASGI scope of a request: close the connection after its answer
 WRITE_SECONDS = 60.0  # in which a client must take something of what waits for it
 
 
@@ -29,6 +30,8 @@ class Protocol(H11Protocol):
         self._wait_for_head()
 
     def on_response_complete(self) -> None:
+        if self.cycle is not None and self.cycle.scope.get(CLOSE):
+            self.transport.close()  # once what was written has gone out
         self._wait_for_head()
         super().on_response_complete()
 

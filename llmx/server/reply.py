@@ -20,6 +20,7 @@ from starlette.types import Receive, Scope, Send
 from llmx.core import Delta, Logprob
 from llmx.server.errors import describe
 from llmx.server.generation import ClientGone, Generation, unless_gone
+from llmx.server.protocol import CLOSE
 
 log = logging.getLogger("llmx.server")
 DONE = b"data: [DONE]\n\n"
@@ -62,6 +63,7 @@ class Reply(ABC):
         self.generation = generation
         self.include_usage = include_usage
         self.usage_so_far = usage_so_far
+        self.failed = False  # a stream of it, after it had begun
         self.head = {"id": generation.id, "created": int(time.time()), "model": model}
 
     @abstractmethod
@@ -108,6 +110,7 @@ class Reply(ABC):
                 async for chunk in chunks:
                     yield event(chunk)
         except Exception as error:
+            self.failed = True
             status, shape = describe(error)
             if status == 500:
                 log.exception("A stream failed.")
@@ -143,7 +146,8 @@ class EventStream(Response):
     """Sends a reply's events. Aborts the generation when the client goes, and when anything else ends the sending.
 
     After `silence` seconds without one (a long prompt, a long queue) it sends a comment: proxies between cut off
-    connections that say nothing, and a write is what shows that a client has vanished.
+    connections that say nothing, and a write is what shows that a client has vanished. After a failure the connection
+    is closed, as after other answers that say 503.
     """
 
     media_type = "text/event-stream"
@@ -158,11 +162,11 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self.reply.generation:
             try:
-                await unless_gone(receive, self._send(send))
+                await unless_gone(receive, self._send(scope, send))
             except (ClientGone, OSError):
                 log.debug("The client left a stream.")
 
-    async def _send(self, send: Send) -> None:
+    async def _send(self, scope: Scope, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         beat = asyncio.create_task(self._beat(send))
         try:
@@ -173,6 +177,7 @@ class EventStream(Response):
         finally:
             beat.cancel()
             await asyncio.gather(beat, return_exceptions=True)
+        scope[CLOSE] = self.reply.failed
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _beat(self, send: Send) -> None:

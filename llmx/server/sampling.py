@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
@@ -105,6 +106,13 @@ class SamplingFields(StructuredFields):
             "grammar": self.text_grammar(),
         }
         return SamplingParams(**{**defaults, **given, **more})
+
+    def fitted(self, params: SamplingParams, prompts: Sequence[Sequence[int]], context: int) -> SamplingParams:
+        """`params` with no more tokens than fit beside the longest prompt, where the request doesn't say how many."""
+        room = context - max(map(len, prompts))
+        if self.wanted_tokens is not None or params.max_tokens is None or not 0 < room < params.max_tokens:
+            return params
+        return replace(params, max_tokens=room)
 
     def _check(self) -> None:
         if self.stream_options is not None and not self.stream:

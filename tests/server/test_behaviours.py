@@ -3,17 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from openai import APIStatusError, AsyncOpenAI
-from server.running import Running, running
+from server.running import Running, eventually, running
 from server.scraping import scraped
+from server.scripted import ScriptedLLM
 
 from llmx.llm import LLM
+from llmx.tokenizer import Tokenizer
+from llmx.tokenizer.pieces import Spelling
 
 USER = {"role": "user", "content": "Tell me."}
+
+
+def test_the_table_of_behaviours_names_tests_that_exist() -> None:
+    here = Path(__file__).parent
+    table = (here / "README.md").read_text(encoding="utf-8")
+    assert [int(number) for number in re.findall(r"^\| (\d+) \|", table, re.MULTILINE)] == list(range(1, 51))
+    for line in table.splitlines():
+        named = re.findall(r"`([\w./]+)::(\w+)`", line)
+        assert named or not re.match(r"\| [\w./-]*\d", line), line
+        for file, test in named:
+            assert f"\ndef {test}(" in (here / file).read_text(encoding="utf-8"), (file, test)
 
 
 def test_n_greedy_texts_are_equal(server: Running) -> None:
@@ -129,6 +144,73 @@ def test_requests_of_all_kinds_at_once_get_what_each_gets_alone(server: Running)
         assert together == alone * 4
 
     asyncio.run(everything())
+
+
+def test_seeded_texts_are_equal_beside_others_without_a_seed(server: Running) -> None:
+    asked: Any = {"model": "tiny", "prompt": "the", "max_tokens": 16, "extra_body": {"ignore_eos": True}}
+
+    async def everything() -> tuple[list[str], list[str]]:
+        async with AsyncOpenAI(base_url=server.url, api_key="none", max_retries=0) as client:
+            made = [client.completions.create(**asked, **({"seed": 7} if at % 2 else {})) for at in range(16)]
+            texts = [answer.choices[0].text for answer in await asyncio.gather(*made)]
+        return texts[1::2], texts[::2]
+
+    seeded, drawn = asyncio.run(everything())
+    assert len(set(seeded)) == 1
+    assert len({*drawn, *seeded}) == 9
+
+
+def test_many_clients_that_leave_leave_nothing_running(server: Running, llm: LLM) -> None:
+    """Plain ones too: nothing shows that they have gone but their connection's end."""
+    body = {"prompt": "a stitch in time", "max_tokens": 200, "ignore_eos": True}
+    for stream, begun in ((True, lambda got: b"data:" in got), (False, lambda got: llm.metrics().running > 0)) * 10:
+        server.send_and_leave("completions", body | {"stream": stream}, begun)
+    gauges = ("llmx:num_requests_running", "llmx:num_requests_waiting", "llmx:kv_cache_usage_perc")
+    assert eventually(lambda: all(scraped(server)[name] == 0 for name in gauges))
+    assert server.call("GET", "/ready")[0] == 200
+
+
+def test_more_tokens_than_fit_are_refused_where_asked_for_and_fewer_where_not(server: Running, llm: LLM) -> None:
+    context = llm.info.max_model_len
+    for at, prompt in (("completions", {"prompt": [1] * 250}), ("chat/completions", {"messages": [USER]})):
+        used = 250 if at == "completions" else len(llm.render([USER]))
+        room = context - used
+        for stream in (False, True):
+            status, answer = server.post(at, prompt | {"max_tokens": room + 1, "stream": stream})
+            assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+            assert all(str(number) in answer["error"]["message"] for number in (used, room + 1, context))
+        answer = server.post(at, prompt | {"max_tokens": room, "ignore_eos": True})[1]
+        assert (answer["usage"]["total_tokens"], answer["choices"][0]["finish_reason"]) == (context, "length")
+    answer = server.post("completions", {"prompt": [[1] * 250, [1, 2]], "ignore_eos": True})[1]
+    assert answer["usage"]["completion_tokens"] == 6 + 6, "16 where nothing is said, unless they don't fit"
+
+
+def test_a_chat_begins_once_where_tokenizer_and_template_both_say_so() -> None:
+    """llama-like: the tokenizer puts <s> before a text, and the template writes one too."""
+    template = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    llm = ScriptedLLM(template)
+    tokenizer = llm.tokenizer
+    begin = tokenizer.encode("<s>")[0]
+    llm.tokenizer = Tokenizer(
+        tokenizer._backend,
+        Spelling(byte_level=True),
+        bos_id=begin,
+        add_bos=True,
+        eos_ids=tokenizer.eos_ids,
+        template=tokenizer.template,
+    )
+    llm.says = ["ok"]
+    with running(llm) as server:
+        chat = server.call("POST", "/tokenize", {"messages": [USER]})[1]["tokens"]
+        written = server.call("POST", "/tokenize", {"prompt": "<s>[user]Tell me."})[1]["tokens"]
+        plain = server.call("POST", "/tokenize", {"prompt": "[user]Tell me."})[1]["tokens"]
+        assert chat == written == plain
+        assert (chat[0], chat.count(begin)) == (begin, 1)
+        bare = server.call("POST", "/tokenize", {"prompt": "[user]Tell me.", "add_special_tokens": False})[1]["tokens"]
+        assert bare == chat[1:]
+        for path, body in (("chat/completions", {"messages": [USER]}), ("completions", {"prompt": "[user]Tell me."})):
+            assert server.post(path, body)[1]["usage"]["prompt_tokens"] == len(chat)
+        assert llm.prompts == ["<s>[user]Tell me."] * 2
 
 
 def test_texts_are_the_same_when_the_cache_is_so_small_that_they_are_put_back_and_computed_again(tiny: Path) -> None:

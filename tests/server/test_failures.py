@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,7 @@ from unittest.mock import Mock
 import pytest
 from openai import APIError, OpenAI
 from server.fake import INFO, FakeLLM, FakeStream, Script, forever, says
-from server.running import eventually, running
+from server.running import PATIENCE, eventually, running
 
 from llmx.core import Delta
 from llmx.errors import LlmxError, RequestError
@@ -44,6 +45,27 @@ def test_an_error_in_mid_stream_is_an_event_and_then_done(path: str, body: dict[
         assert done == "[DONE]"
         assert len(texts) == 2 + (path == "chat/completions")
         assert eventually(lambda: not server.server.service.live)
+
+
+@BOTH
+@pytest.mark.parametrize("broken", [True, False])
+def test_after_an_error_in_mid_stream_the_connection_is_closed(
+    path: str, body: dict[str, object], broken: bool
+) -> None:
+    script = fails_after(2, LlmxError("The engine broke.")) if broken else says("fine")
+    with running(FakeLLM(script)) as server, socket.create_connection(("127.0.0.1", server.port), PATIENCE) as one:
+        data = json.dumps(body | {"stream": True}).encode()
+        head = f"POST /v1/{path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        one.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+        received = b""
+        while not received.endswith(b"0\r\n\r\n"):  # the answer is whole in either case
+            received += one.recv(65536) or pytest.fail("cut off")
+        assert b"data: [DONE]" in received
+        if broken:
+            assert one.recv(65536) == b""
+        else:
+            one.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert one.recv(65536).startswith(b"HTTP/1.1 200")
 
 
 def test_openais_client_raises_on_an_error_in_mid_stream() -> None:

@@ -52,6 +52,27 @@ def test_a_body_that_is_no_json_object_is_refused(server: Running, raw: bytes) -
         refused(server, path, raw)
 
 
+@pytest.mark.parametrize("inside", [b"a\\u0000b", b"\\ud800", b"\\udc00\\ud800", b"\xed\xa0\x80", b"\xff", b"a\x00b"])
+def test_a_text_with_what_is_no_character_is_a_text_or_refused(server: Running, inside: bytes) -> None:
+    """A NUL as JSON writes it is one; half a surrogate pair, bytes that are no UTF-8, and a bare NUL aren't."""
+    template = json.dumps({"messages": [USER | {"content": "#"}], "max_tokens": 1}).encode()
+    status = 200 if inside == b"a\\u0000b" else 400
+    for path, fields in (
+        ("chat/completions", template),
+        ("chat/completions", template.replace(b'"hi"', b'"#"').replace(b'"user"', b'"user", "name": "#"')),
+        ("completions", b'{"prompt": "#", "max_tokens": 1}'),
+        ("completions", b'{"prompt": ["x", "#"], "max_tokens": 1}'),
+        ("completions", b'{"prompt": "x", "stop": "#", "max_tokens": 1}'),
+        ("completions", b'{"prompt": "x", "cache_salt": "#", "max_tokens": 1}'),
+        ("completions", b'{"prompt": "x", "guided_choice": ["#"], "max_tokens": 1}'),
+    ):
+        got, raw, _ = server.raw("POST", f"/v1/{path}", fields.replace(b"#", inside))
+        assert got == status, (fields, raw)
+        assert len(raw) < LONGEST_ERROR
+    assert server.raw("POST", "/v1/completions", b'{"prompt": "x", "model": "' + inside + b'"}')[0] in (400, 404)
+    assert server.post("completions", {"prompt": "x", "max_tokens": 1})[0] == 200
+
+
 def test_a_body_that_does_not_say_it_is_json_is_refused(server: Running) -> None:
     body = json.dumps({"prompt": "x", "max_tokens": 1}).encode()
     for kind in ("text/plain", "application/x-www-form-urlencoded", ""):
@@ -172,6 +193,7 @@ def test_messages_that_make_no_conversation_are_refused(server: Running, message
             {"role": "assistant", "content": None, "tool_calls": [CALL]},
             {"role": "tool", "content": "5", "tool_call_id": "1"},
         ],
+        [USER, {"role": "assistant", "tool_calls": [CALL]}, {"role": "tool", "content": "5", "tool_call_id": "1"}],
         [{"role": "system", "content": "Be brief."}, USER | {"name": "Ann"}],
         [{"role": "user", "content": [{"type": "text", "text": "<|end|>"}]}],
     ],
@@ -338,10 +360,22 @@ def test_models_are_listed(client: OpenAI, llm: LLM) -> None:
 
 
 def test_after_a_refusal_the_next_answer_is_as_before(server: Running) -> None:
-    body = {"prompt": "the lazy", "temperature": 0}
+    body = {"prompt": "the lazy", "temperature": 0, "logprobs": 2}
     before = server.post("completions", body)[1]["choices"]
-    refused(server, "completions", body | {"logit_bias": {"999999": 1}})
-    assert server.post("completions", body)[1]["choices"] == before
+    wrong: list[tuple[int, str, str, Any]] = [
+        (400, "POST", "/v1/completions", body | {"logit_bias": {"999999": 1}}),
+        (400, "POST", "/v1/completions", body | {"prompt": ["the lazy", "fox " * 400], "n": 2}),
+        (400, "POST", "/v1/completions", body | {"prompt": [[1, 2], [-1]], "stream": True}),
+        (400, "POST", "/v1/completions", body | {"regex": "("}),
+        (400, "POST", "/v1/chat/completions", {"messages": [USER], "tools": [{}]}),
+        (400, "POST", "/v1/completions", b"{"),
+        (404, "POST", "/v1/completions", body | {"model": "gpt-9"}),
+        (405, "GET", "/v1/completions", None),
+        (413, "POST", "/v1/completions", b" " * (server.server.service.settings.max_body_bytes + 1)),
+    ]
+    for status, method, path, sent in wrong:
+        assert server.call(method, path, sent)[0] == status
+        assert server.post("completions", body)[1]["choices"] == before
 
 
 def test_the_api_describes_itself(server: Running) -> None:

@@ -62,6 +62,7 @@ def test_only_the_first_delta_of_each_choice_has_the_role(server: Running) -> No
         first, *later = [choice["delta"] for choice in choices]
         assert first["role"] == "assistant"
         assert first["content"] == ""
+        assert first["refusal"] is None, "strict clients fail without it"
         assert later
         assert not any("role" in delta for delta in later)
 
