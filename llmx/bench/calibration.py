@@ -39,7 +39,6 @@ FEW, MORE = 1, 5  # layers of the two engines: their difference is what a layer 
 PROMPT = 512  # tokens of a step, the engine's own budget on a CPU
 SPREAD = 192 * 2**20  # bytes of matrices that are gone through, so that none is read from a cache
 WIDEST = 64 * 2**20  # bytes of one of them; wider ones are cut
-WALKED = 16 * 2**20  # bytes that are read where an idle engine would read weights
 PATIENCE = 0.6  # seconds after which a product is not tried again
 STEPS = 8  # decode steps that are timed
 CPU = torch.device("cpu")
@@ -48,17 +47,12 @@ BLOCKS = {name: (elements, size) for name, elements, size in TYPES.values()}
 
 
 class _Idle:
-    """A Weights whose linears give zeros at once: what is left is the rest of the engine.
-
-    Between layers it reads through memory, as real weights are read: the rest of a layer then finds cold caches. That
-    takes no part in the time: it goes to the kernels' `aside`.
-    """
+    """A Weights whose linears give zeros at once: what is left is the rest of the engine."""
 
     parameters = bytes = 0
 
-    def __init__(self, rows: int, kernels: _Timed) -> None:
-        self.rows, self.kernels = rows, kernels
-        self.walked = torch.zeros(WALKED // 4)
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
 
     def _nothing(self, width: int) -> Callable[[Tensor], Tensor]:
         zeros = torch.zeros(self.rows, width)
@@ -68,15 +62,7 @@ class _Idle:
         return self._nothing(sum(part.n_out for part in parts))
 
     def row(self, name: str, n_out: int, n_in: int, heads: int | None = None) -> Any:
-        nothing = self._nothing(n_out)
-
-        def walk(x: Tensor) -> Tensor:
-            began = time.perf_counter()
-            self.walked.sum()
-            self.kernels.aside += time.perf_counter() - began
-            return nothing(x)
-
-        return walk
+        return self._nothing(n_out)
 
     def embedding(self, name: str, vocab: int, hidden: int) -> Any:
         return self._nothing(hidden)
@@ -89,11 +75,11 @@ class _Idle:
 
 
 class _Timed(Kernels):
-    """The engine's kernels; `seconds` adds up what attention takes, `aside` what is no work of the engine."""
+    """The engine's kernels; `seconds` adds up what attention takes."""
 
     def __init__(self) -> None:
         super().__init__("cpu")
-        self.seconds = self.aside = 0.0
+        self.seconds = 0.0
 
     def get(self, op: str) -> Callable[..., Any]:
         inner = super().get(op)
@@ -169,9 +155,9 @@ def _idle(anatomy: Anatomy, layers: int, batch: int, prompt: int, context: int) 
     engine = _engine(anatomy, layers, batch, max(prompt, context) + 2 * STEPS + 4, kernels)
 
     def step() -> _Rest:
-        kernels.seconds, kernels.aside, began = 0.0, 0.0, time.perf_counter()
+        kernels.seconds, began = 0.0, time.perf_counter()
         engine.step()
-        return _Rest(time.perf_counter() - began - kernels.aside, kernels.seconds)
+        return _Rest(time.perf_counter() - began, kernels.seconds)
 
     def add(name: str, length: int, tokens: int) -> None:
         params = SamplingParams(max_tokens=tokens, temperature=0.0, seed=0, ignore_eos=True)
@@ -203,7 +189,7 @@ def _middle(rests: Sequence[_Rest]) -> _Rest:
     return _Rest(median(r.step for r in rests), median(r.attention for r in rests))
 
 
-def _engine(anatomy: Anatomy, layers: int, batch: int, length: int, kernels: _Timed) -> Engine:
+def _engine(anatomy: Anatomy, layers: int, batch: int, length: int, kernels: Kernels) -> Engine:
     a = anatomy.layers[0].attention
     shape = Shape(
         vocab=anatomy.vocab,
@@ -219,7 +205,7 @@ def _engine(anatomy: Anatomy, layers: int, batch: int, length: int, kernels: _Ti
         placement="sandwich" if anatomy.norms == 4 else "pre",
         qk_norm="head" if any("q_norm" in m.name for m in anatomy.layers[0].matrices) else "",
     )
-    model = Decoder(shape, _Idle(max(PROMPT, batch), kernels), kernels, length=length, device=CPU)
+    model = Decoder(shape, _Idle(max(PROMPT, batch)), kernels, length=length, device=CPU)
     blocks = 2 + batch * (2 + length // 16)
     limits = Limits(budget=max(PROMPT, batch), running=batch, length=length)
     return Engine(
