@@ -211,6 +211,7 @@ class Ours:
                 return answer
 
             if path not in ROUTES and path not in native.ROUTES:
+                # Not seen of test_completion_parallel_slots, which asks /slots in a thread and drops what goes wrong.
                 pytest.skip(f"llama-server's route {path}")
             data = self.adapted(process, data)
             if path in native.ROUTES:
