@@ -1,7 +1,7 @@
 # make            the virtual environment, ready to use
 # make demo       from nothing to a sentence, a bench table and a JSON report by a real model
 # make test       what CI runs: lint, then every test that this machine can run
-# make native     compile kernels/cpu again after an edit (about two seconds)
+# make native     compile kernels/cpu again after an edit (up to a minute or two)
 #
 # TORCH_INDEX=URL takes torch, and torch alone, from another package index (a CPU-only or another CUDA build).
 VENV ?= .venv
