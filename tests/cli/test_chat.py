@@ -307,6 +307,14 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self.end, text.encode())
 
+    def interrupt_the_prompt(self) -> None:
+        """Ctrl-C until it is heard: Python's readline misses a signal that comes just before it waits for a key."""
+        for _ in range(int(PATIENCE)):
+            self.type("\x03")
+            if select.select([self.end], [], [], 1.0)[0]:
+                break
+        self.until("(interrupted")
+
 
 # The pseudo-terminal becomes the controlling one, so that Ctrl-C is a signal.
 TERMINAL = "import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); from llmx.cli import main; main()"
@@ -338,8 +346,9 @@ def test_at_a_terminal_ctrl_c_ends_the_answer_and_keeps_what_was_said(fake: Fake
         session.type("\x03")
         session.until("(interrupted")
         session.until(">>> ")
-        session.type("half a li\x03")
-        session.until("(interrupted")
+        session.type("half a li")
+        session.until("half a li")
+        session.interrupt_the_prompt()
         session.until(">>> ")
         session.type("/nothing\n")
         session.until("error: /nothing is no command.")
