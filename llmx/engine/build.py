@@ -94,7 +94,8 @@ def build_engine(
         prefix_caching=config.prefix_caching,
         tokenizer=None if located is None else partial(_tokenizer, located),
     )
-    for op in ("linear", "philox_uniform"):  # named in the report even before anybody asks for them
+    multiply = "linear_packed" if kernels.has("linear_packed") else "linear"
+    for op in (multiply, "philox_uniform"):  # named in the report even before anybody asks for them
         kernels.get(op)
     info = EngineInfo(
         model=config.model,
