@@ -5,6 +5,7 @@ What the types mean: ggml's ggml-common.h (blocks) and ggml-quants.c (dequantize
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -38,33 +39,21 @@ class Parts:
 class BlockScheme(Scheme):
     """`weight` (n_out, bytes) or (experts, n_out, bytes), uint8: rows of blocks, each `size` weights in `block_bytes`.
 
-    `kind`: GGUF's name of the type. `error`: see Case; None for types without `pack_blocks`. `kernel_layout`: of
-    kernels/cpu/linear.py, where `parts` says what the blocks hold; else None, and `unpack_blocks` says what they mean.
+    `kind`: GGUF's name of the type. `error`: see Case; None for types without `pack_blocks`.
     """
 
     kind: str
     size = 32
     block_bytes: int
     error: float | None = None
-    kernel_layout: str | None = None
 
     def __init__(self) -> None:
         self.name = self.kind
         self.cases = (Case(self.kind, self.error, hidden=max(self.size, 192), head_dim=self.size, inner=6 * self.size),)
 
-    def parts(self, blocks: Tensor) -> Parts:
-        """Blocks (n, block_bytes), uint8."""
-        raise NotImplementedError
-
+    @abstractmethod
     def unpack_blocks(self, blocks: Tensor) -> Tensor:
         """Blocks (n, block_bytes), uint8 -> their weights (n, size), float32, as ggml computes them."""
-        parts = self.parts(blocks)
-        d, e = parts.d.float(), None if parts.e is None else parts.e.float()
-        if parts.scales is None:
-            values = parts.codes.float().mul_(d)
-            return values if e is None else values.add_(e)
-        minima = None if e is None or parts.minima is None else parts.minima.float() * e
-        return scaled(parts.codes.float(), parts.scales.float() * d, minima)
 
     def pack_blocks(self, weights: Tensor) -> Tensor:
         """Weights (n, size), float32 -> blocks (n, block_bytes), uint8, as ggml rounds them."""
@@ -92,9 +81,29 @@ class BlockScheme(Scheme):
         blocks = self.pack_blocks(weight.float().reshape(-1, self.size))
         return {"weight": blocks.reshape(*weight.shape[:-1], weight.shape[-1] // self.size * self.block_bytes)}
 
+
+class PartedScheme(BlockScheme):
+    """Blocks of whole numbers and their scales: what a kernel can multiply from as they are.
+
+    `kernel_layout`: of kernels/cpu/linear.py, which holds them without loss.
+    """
+
+    kernel_layout: str
+
+    @abstractmethod
+    def parts(self, blocks: Tensor) -> Parts:
+        """Blocks (n, block_bytes), uint8, taken apart."""
+
+    def unpack_blocks(self, blocks: Tensor) -> Tensor:
+        parts = self.parts(blocks)
+        d, e = parts.d.float(), None if parts.e is None else parts.e.float()
+        if parts.scales is None:
+            values = parts.codes.float().mul_(d)
+            return values if e is None else values.add_(e)
+        minima = None if e is None or parts.minima is None else parts.minima.float() * e
+        return scaled(parts.codes.float(), parts.scales.float() * d, minima)
+
     def pack_for_kernel(self, tensors: Tensors, layout: Layout, kernels: KernelTable) -> dict[str, Tensor]:
-        if self.kernel_layout is None:
-            return super().pack_for_kernel(tensors, layout, kernels)
         weight = tensors["weight"]
         n_out, each = weight.shape[0], weight.shape[1] // self.block_bytes
         packed: Tensor = kernels.get("new_packed")(self.kernel_layout, n_out, each * self.size)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from llmx.schemes.blocks import BlockScheme, Parts, numbers, stored_halves
+from llmx.schemes.blocks import PartedScheme, Parts, numbers, stored_halves
 from llmx.schemes.grids import uneven
 
 
-class IQ4_NL(BlockScheme):
+class IQ4_NL(PartedScheme):
     kind = "IQ4_NL"
     block_bytes = 18
     kernel_layout = "q8"

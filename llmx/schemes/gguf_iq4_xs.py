@@ -8,11 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from llmx.schemes.blocks import BlockScheme, Parts, numbers, stored_halves
+from llmx.schemes.blocks import PartedScheme, Parts, numbers, stored_halves
 from llmx.schemes.grids import uneven
 
 
-class IQ4_XS(BlockScheme):
+class IQ4_XS(PartedScheme):
     kind = "IQ4_XS"
     size = 256
     block_bytes = 136

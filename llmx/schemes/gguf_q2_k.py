@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from llmx.schemes.blocks import BlockScheme, Parts, numbers, stored_halves
+from llmx.schemes.blocks import PartedScheme, Parts, numbers, stored_halves
 
 
-class Q2_K(BlockScheme):
+class Q2_K(PartedScheme):
     kind = "Q2_K"
     size = 256
     block_bytes = 84

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from llmx.schemes.blocks import BlockScheme, Parts, half_bytes, inverse, numbers, pack_numbers, stored_halves
+from llmx.schemes.blocks import PartedScheme, Parts, half_bytes, inverse, numbers, pack_numbers, stored_halves
 
 
-class Q4_0(BlockScheme):
+class Q4_0(PartedScheme):
     kind = "Q4_0"
     block_bytes = 18
     error = 0.12

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from llmx.schemes.blocks import BlockScheme, Parts, half_bytes, inverse, numbers, pack_numbers, stored_halves
+from llmx.schemes.blocks import PartedScheme, Parts, half_bytes, inverse, numbers, pack_numbers, stored_halves
 
 
-class Q5_1(BlockScheme):
+class Q5_1(PartedScheme):
     kind = "Q5_1"
     block_bytes = 24
     error = 0.05

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from llmx.schemes.blocks import BlockScheme, Parts, numbers, six_bits, stored_halves
+from llmx.schemes.blocks import PartedScheme, Parts, numbers, six_bits, stored_halves
 
 
-class Q5_K(BlockScheme):
+class Q5_K(PartedScheme):
     kind = "Q5_K"
     size = 256
     block_bytes = 176

@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from llmx.schemes.blocks import BlockScheme, Parts, numbers, stored_halves
+from llmx.schemes.blocks import PartedScheme, Parts, numbers, stored_halves
 
 
-class Q6_K(BlockScheme):
+class Q6_K(PartedScheme):
     kind = "Q6_K"
     size = 256
     block_bytes = 210

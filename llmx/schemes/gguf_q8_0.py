@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from llmx.schemes.blocks import BlockScheme, Parts, half_bytes, inverse, stored_halves
+from llmx.schemes.blocks import PartedScheme, Parts, half_bytes, inverse, stored_halves
 
 
-class Q8_0(BlockScheme):
+class Q8_0(PartedScheme):
     kind = "Q8_0"
     block_bytes = 34
     error = 0.01

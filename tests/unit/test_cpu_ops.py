@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,18 +14,6 @@ from llmx.kernels import Kernels, cpu
 pytestmark = pytest.mark.skipif(not cpu.available(), reason=f"cpu kernels: {cpu.describe()}")
 NATIVE, REFERENCE = Kernels("cpu", forced="cpu"), Kernels("cpu", forced="reference")
 SIZE = 16
-
-
-@pytest.fixture(params=["portable", "avx2", "avx512"])
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    library = cpu.native()
-    assert library is not None
-    if request.param not in library.isas():
-        pytest.skip(f"this processor or build has no {request.param}")
-    before = library.active()
-    library.use(request.param)
-    yield request.param
-    library.use(before)
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:

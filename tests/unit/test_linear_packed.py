@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -18,18 +16,6 @@ pytestmark = pytest.mark.skipif(not cpu.available(), reason=f"cpu kernels: {cpu.
 DENSE: Layout = {"weight": (Axis(Kind.OUT), Axis(Kind.IN))}
 BLOCKS = [scheme for scheme in schemes().values() if isinstance(scheme, BlockScheme)]
 KERNELS = Kernels("cpu", forced="cpu")
-
-
-@pytest.fixture(params=["portable", "avx2", "avx512"])
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    library = cpu.native()
-    assert library is not None
-    if request.param not in library.isas():
-        pytest.skip(f"this processor or build has no {request.param}")
-    before = library.active()
-    library.use(request.param)
-    yield request.param
-    library.use(before)
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:

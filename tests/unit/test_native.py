@@ -17,17 +17,6 @@ ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(not cpu.available(), reason=f"cpu kernels: {cpu.describe()}")
 
 
-@pytest.fixture(params=["portable", "avx2", "avx512"])
-def isa(request):
-    library = cpu.native()
-    if request.param not in library.isas():
-        pytest.skip(f"this processor or build has no {request.param}")
-    before = library.active()
-    library.use(request.param)
-    yield request.param
-    library.use(before)
-
-
 @pytest.mark.parametrize("vocab", [1, 64, 1001])
 def test_philox_has_the_references_bits(isa, vocab):
     assert cpu.native().active() == isa
