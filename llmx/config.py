@@ -8,6 +8,7 @@ from llmx.errors import UsageError
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 KV_DTYPES = ("auto", "float32", "float16", "bfloat16")
+ACTIVATIONS = ("auto", "int8", "bf16")
 ALIASES = {"float": "float32", "half": "float16", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"} | {
     "f32": "float32",
     "f16": "float16",
@@ -25,12 +26,15 @@ class EngineConfig:
     kv_cache_bytes: bytes for the KV cache, of all ranks together, instead of that share. threads: CPU threads of each
     rank (None: as the machine allows).
     tensor_parallel_size: processes that share the model, each with a part of every layer.
+    activations: what is multiplied with weights in whole numbers: "int8", rounded to 8 bits in groups of 32, or "bf16",
+    not rounded; "auto": int8 on the CPU.
     """
 
     model: str = "demo"
     dtype: str = "auto"
     device: str = "auto"
     kv_cache_dtype: str = "auto"
+    activations: str = "auto"
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
@@ -47,6 +51,8 @@ class EngineConfig:
         for flag, value, allowed in (("dtype", self.dtype, DTYPES), ("kv-cache-dtype", self.kv_cache_dtype, KV_DTYPES)):
             if ALIASES.get(value, value) not in allowed:
                 raise UsageError(f"--{flag} {value} is not built; this version has {', '.join(allowed)}.")
+        if self.activations not in ACTIVATIONS:
+            raise UsageError(f"--activations {self.activations} is not known; use {', '.join(ACTIVATIONS)}.")
         if self.device != "auto" and self.device.split(":")[0] not in ("cpu", "cuda"):
             raise UsageError(f"--device {self.device} is not known; use auto, cpu, cuda or cuda:N.")
         for flag, number in (
@@ -78,6 +84,7 @@ class EngineInfo:
     schemes: tuple[str, ...]  # stored-weight schemes found in the checkpoint
     dtype: str
     kv_cache_dtype: str
+    activations: str  # "int8" or "bf16"; see EngineConfig
     device: str
     threads: int
     kernels: tuple[tuple[str, str], ...]  # (op, implementation)

@@ -13,6 +13,21 @@ def linear_packed(
     threads: int,
     /,
 ) -> None: ...
+def linear_int8(
+    out: int,
+    stride: int,
+    x: int,
+    rounded: int,
+    rows: int,
+    inputs: int,
+    packed: int,
+    block_bytes: int,
+    outputs: int,
+    format: int,
+    bias: int,
+    threads: int,
+    /,
+) -> None: ...
 def unpack_linear(out: int, packed: int, block_bytes: int, inputs: int, outputs: int, format: int, /) -> None: ...
 def attention(
     out: int,

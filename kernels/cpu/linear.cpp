@@ -5,59 +5,13 @@
 // expanded first, and equal those of the same weights packed as float32.
 #include "ops.h"
 #include "runtime/pool.h"
-#include "tile.h"
+#include "packed.h"
 
 namespace LLMX_ISA {
 namespace {
 
-constexpr int SUPER = 256;  // inputs that share a d where groups have small scales
 constexpr int PANEL = 256;  // inputs whose weights are expanded at a time: 16 KiB
 constexpr int FEW = MOST_ROWS < 4 ? MOST_ROWS : 4;  // up to so many rows, expanding weights first costs more than it saves
-
-// The sections of a block of 16 outputs, one after the other; of each group (or 256 inputs) 16 lanes:
-//   codes: per group 4 (4 bits) or 8 (8 bits) vectors of 16 dwords. Dword n of vector i holds inputs 4i … 4i+3 of
-//          output n, a byte each; with 4 bits in the bytes' low halves, and inputs 16+4i … in their high halves.
-//   SMALL: a byte for the scale, then (MIN) a byte for the minimum, of each 32 or 16 inputs; then d and e as float16
-//          of each 256. Else d (and with MIN m) as float16 of each 32.
-// A weight is (d * scale) * code - e * minimum, or d * code + m.
-template <int BITS, bool SIGNED, bool SMALL, bool FINE, bool MIN>
-struct Packed {
-  static constexpr int CODES = BITS == 4 ? 256 : 512;
-  const uint8_t *codes, *scales, *minima, *d, *e;
-  F scale, minimum;
-
-  LLMX_INLINE Packed(const uint8_t* block, int64_t inputs) {
-    const int64_t groups = inputs / GROUP, supers = (inputs + SUPER - 1) / SUPER;
-    const int64_t small = SMALL ? groups * (FINE ? 2 : 1) * LANES : 0;
-    const int64_t halves = (SMALL ? supers : groups) * 2 * LANES;
-    codes = block;
-    scales = codes + groups * CODES;
-    minima = scales + small;
-    d = minima + (MIN ? small : 0);
-    e = d + halves;
-  }
-  LLMX_INLINE void begin(int64_t group, int part) {  // part: the half of a group that begins
-    if (part == 1 && !(SMALL && FINE)) return;
-    if constexpr (SMALL) {
-      const int64_t at = (FINE ? 2 * group + part : group) * LANES, super = group / (SUPER / GROUP) * 2 * LANES;
-      scale = mul(MIN ? load_bytes(scales + at) : load_signed(scales + at), load_half(d + super));
-      if constexpr (MIN) minimum = mul(mul(load_bytes(minima + at), load_half(e + super)), all(-1.0f));
-    } else {
-      scale = load_half(d + group * 2 * LANES);
-      if constexpr (MIN) minimum = load_half(e + group * 2 * LANES);
-    }
-  }
-  // Of input 16 * part + 4 * i + byte of the group.
-  LLMX_INLINE F weight(int64_t group, int part, int i, int byte) const {
-    const int vector = BITS == 4 ? i : 4 * part + i, shift = 8 * byte + (BITS == 4 ? 4 * part : 0);
-    const I words = load_words(codes + group * CODES + 64 * vector);
-    const I code = SIGNED ? right_signed(left(words, 32 - BITS - shift), 32 - BITS)
-                          : both(right(words, shift), (1 << BITS) - 1);
-    const F value = mul(to_float(code), scale);
-    if constexpr (MIN) return add(value, minimum);
-    return value;
-  }
-};
 
 enum class Number { single, half, bfloat };
 
@@ -86,15 +40,8 @@ struct Job {
 };
 
 LLMX_INLINE void finish(const Job& job, F sum, int64_t row, int64_t block) {
-  const int64_t at = block * LANES, left = job.outputs - at;
-  float* to = job.out + row * job.stride + at;
-  if (left >= LANES) {
-    store(to, job.bias ? add(sum, load(job.bias + at)) : sum);
-    return;
-  }
-  float lanes[LANES];
-  store(lanes, sum);
-  for (int64_t i = 0; i < left; ++i) to[i] = job.bias ? lanes[i] + job.bias[at + i] : lanes[i];
+  const int64_t at = block * LANES;
+  put_outputs(job.out + row * job.stride + at, sum, job.bias ? job.bias + at : nullptr, job.outputs - at);
 }
 
 template <class Source, int R, int BLOCKS>
@@ -221,20 +168,11 @@ void expand_all(float* out, const uint8_t* packed, int64_t block_bytes, int64_t 
   }
 }
 
-// In the order of kernels/cpu/linear.py's FORMATS.
-#define LLMX_SOURCES(USE)                          \
-  USE(0, Plain<Number::single>)                    \
-  USE(1, Plain<Number::half>)                      \
-  USE(2, Plain<Number::bfloat>)                    \
-  USE(3, Packed<4, true, false, false, false>)     \
-  USE(4, Packed<4, false, false, false, true>)     \
-  USE(5, Packed<4, false, true, false, true>)      \
-  USE(6, Packed<8, true, false, false, false>)     \
-  USE(7, Packed<8, true, false, false, true>)      \
-  USE(8, Packed<8, true, true, false, true>)       \
-  USE(9, Packed<8, true, true, true, false>)       \
-  USE(10, Packed<8, true, true, true, true>)       \
-  USE(11, Packed<8, true, true, false, false>)
+#define LLMX_SOURCES(USE)       \
+  USE(0, Plain<Number::single>) \
+  USE(1, Plain<Number::half>)   \
+  USE(2, Plain<Number::bfloat>) \
+  LLMX_PACKED(USE)
 
 }  // namespace
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,8 @@ from llmx.kernels.cpu import native
 from llmx.kernels.cpu.memory import take
 
 LANES = 16  # outputs in a block
+GROUP, ROUNDED_BYTES = 32, 48  # inputs that are rounded together, and what is kept of them
+WHOLE = 3  # the first of the formats in whole numbers
 FORMATS = {
     **{"F32": 0, "F16": 1, "BF16": 2},
     **{"q4": 3, "q4+m": 4, "q4*s-m": 5, "q8": 6, "q8+m": 7, "q8*s-m": 8, "q8*f": 9, "q8*f-m": 10, "q8*s": 11},
@@ -80,30 +84,34 @@ def _lanes(part: Tensor) -> Tensor:
     return blocks.transpose(1, 2)
 
 
-def linear_packed(x: Tensor, packed: Tensor, layout: str, n_out: int, bias: Tensor | None) -> Tensor:
-    """x (rows, n_in) -> (rows, n_out) in x.dtype; computed in float32, rounded once. bias: (n_out,) float32 or None.
+Packed = tuple[str, Tensor, int, Tensor | None]  # layout, blocks, n_out, bias (n_out,) float32 or None
+
+
+def linear_packed(x: Tensor, segments: Sequence[Packed], int8: bool = False) -> Tensor:
+    """x (rows, n_in) -> (rows, sum of n_out) in x.dtype; accumulated in float32, rounded once.
 
     Each output is one chain of fused multiply-adds over the inputs in order, whatever the rows, tiles and threads.
+    `int8`: weights in whole numbers are multiplied with the row rounded to 8 bits, `reference.linear.round_rows`.
     """
     library = native()
     assert library is not None, "the table offers this only where the library is built"
     rows, n_in = x.shape
     wide = x.float().contiguous()
-    out = torch.empty(rows, n_out, dtype=torch.float32)
-    if rows:
-        library.linear_packed(
-            out.data_ptr(),
-            n_out,
-            wide.data_ptr(),
-            rows,
-            n_in,
-            packed.data_ptr(),
-            packed.shape[1],
-            n_out,
-            FORMATS[layout],
-            0 if bias is None else bias.data_ptr(),
-            torch.get_num_threads(),
-        )
+    total = sum(n_out for _, _, n_out, _ in segments)
+    out = torch.empty(rows, total, dtype=torch.float32)
+    at, threads = out.data_ptr(), torch.get_num_threads()
+    rounded, given = None, wide.data_ptr()
+    for layout, packed, n_out, bias in segments if rows else ():
+        number, added = FORMATS[layout], 0 if bias is None else bias.data_ptr()
+        end = (packed.data_ptr(), packed.shape[1], n_out, number, added, threads)
+        if int8 and number >= WHOLE:
+            if rounded is None:
+                rounded = torch.empty(rows * (n_in // GROUP) * ROUNDED_BYTES, dtype=torch.uint8)
+            library.linear_int8(at, total, given, rounded.data_ptr(), rows, n_in, *end)
+            given = 0  # it is rounded now
+        else:
+            library.linear_packed(at, total, wide.data_ptr(), rows, n_in, *end)
+        at += 4 * n_out
     return out.to(x.dtype)
 
 

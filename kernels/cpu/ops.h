@@ -10,6 +10,9 @@
   OP(isa, linear_packed, (float* out, int64_t stride, const float* x, int64_t rows, int64_t inputs,      \
                           const uint8_t* packed, int64_t block_bytes, int64_t outputs, int32_t format,   \
                           const float* bias, int32_t threads))                                           \
+  OP(isa, linear_int8, (float* out, int64_t stride, const float* x, uint8_t* rounded, int64_t rows,      \
+                        int64_t inputs, const uint8_t* packed, int64_t block_bytes, int64_t outputs,     \
+                        int32_t format, const float* bias, int32_t threads))                             \
   OP(isa, unpack_linear, (float* out, const uint8_t* packed, int64_t block_bytes, int64_t inputs,        \
                           int64_t outputs, int32_t format))                                              \
   OP(isa, attention, (float* out, const float* q, const uint8_t* keys, const uint8_t* values,            \

@@ -51,6 +51,12 @@ LLMX_INLINE F div(F a, F b) { return {_mm512_div_ps(a.v, b.v)}; }
 LLMX_INLINE F most(F a, F b) { return {_mm512_max_ps(a.v, b.v)}; }   // b where either is no number
 LLMX_INLINE F least(F a, F b) { return {_mm512_min_ps(a.v, b.v)}; }
 LLMX_INLINE F nearest(F a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
+LLMX_INLINE F size_of(F a) { return {_mm512_abs_ps(a.v)}; }
+LLMX_INLINE int32_t round_to_bytes(F a, int8_t* to) {  // to the nearest, ties to even; the sum of them
+  const __m512i n = _mm512_cvtps_epi32(a.v);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtsepi32_epi8(n));
+  return _mm512_reduce_add_epi32(n);
+}
 LLMX_INLINE F power_of_two(F n) {  // whole n
   return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n.v), _mm512_set1_epi32(127)), 23))};
 }
@@ -112,6 +118,19 @@ LLMX_INLINE F least(F x, F y) { return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x
 LLMX_INLINE F nearest(F x) {
   constexpr int how = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
   return {_mm256_round_ps(x.a, how), _mm256_round_ps(x.b, how)};
+}
+LLMX_INLINE F size_of(F x) {
+  const __m256 sign = _mm256_set1_ps(-0.0f);
+  return {_mm256_andnot_ps(sign, x.a), _mm256_andnot_ps(sign, x.b)};
+}
+LLMX_INLINE int32_t round_to_bytes(F x, int8_t* to) {  // to the nearest, ties to even; the sum of them
+  const __m256i a = _mm256_cvtps_epi32(x.a), b = _mm256_cvtps_epi32(x.b), sums = _mm256_add_epi32(a, b);
+  const __m256i halves = _mm256_permute4x64_epi64(_mm256_packs_epi32(a, b), 0xD8);
+  const __m128i low = _mm256_castsi256_si128(halves), high = _mm256_extracti128_si256(halves, 1);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm_packs_epi16(low, high));
+  __m128i sum = _mm_add_epi32(_mm256_castsi256_si128(sums), _mm256_extracti128_si256(sums, 1));
+  sum = _mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0x4E));
+  return _mm_cvtsi128_si32(_mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0xB1)));
 }
 LLMX_INLINE __m256 power_of_two(__m256 n) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23));
@@ -205,6 +224,17 @@ LLMX_INLINE F nearest(F a) {  // of |a| < 2^22
   const Floats big = Floats{} + 0x1.8p23f;
   return {(a.v + big) - big};
 }
+LLMX_INLINE F size_of(F a) { return {a.v < 0.0f ? -a.v : a.v}; }
+LLMX_INLINE int32_t round_to_bytes(F a, int8_t* to) {  // to the nearest, ties to even; the sum of them
+  F n = nearest(a);
+  n.v = n.v >= -128.0f && n.v <= 127.0f ? n.v : Floats{};  // what is no number is no whole one either
+  int32_t sum = 0;
+  for (int i = 0; i < 16; ++i) {
+    to[i] = static_cast<int8_t>(n.v[i]);
+    sum += to[i];
+  }
+  return sum;
+}
 LLMX_INLINE F power_of_two(F n) {  // whole n
   return as_floats((Words)(__builtin_convertvector(n.v, Signed) + 127) << 23);
 }
@@ -240,6 +270,38 @@ LLMX_INLINE F tanh_of(F x) {  // 1 - 2 / (e^2x + 1)
   return sub(all(1.0f), div(all(2.0f), add(exponential(add(bounded, bounded)), all(1.0f))));
 }
 
+// Lanes i and i + 8, then i and i + 4, … : the same order everywhere.
+#if defined(__AVX2__)
+
+LLMX_INLINE __m256 lower(F x) {
+#if defined(__AVX512F__)
+  return _mm512_castps512_ps256(x.v);
+#else
+  return x.a;
+#endif
+}
+LLMX_INLINE __m256 upper(F x) {
+#if defined(__AVX512F__)
+  return _mm512_extractf32x8_ps(x.v, 1);
+#else
+  return x.b;
+#endif
+}
+LLMX_INLINE float sum_of(F x) {
+  const __m256 eight = _mm256_add_ps(lower(x), upper(x));
+  __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  four = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(four, _mm_movehdup_ps(four)));
+}
+LLMX_INLINE float most_of(F x) {  // the second where either is no number
+  const __m256 eight = _mm256_max_ps(lower(x), upper(x));
+  __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  four = _mm_max_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_max_ss(four, _mm_movehdup_ps(four)));
+}
+
+#else
+
 LLMX_INLINE float sum_of(F x) {
   float lanes[16];
   store(lanes, x);
@@ -247,7 +309,6 @@ LLMX_INLINE float sum_of(F x) {
     for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
   return lanes[0];
 }
-
 LLMX_INLINE float most_of(F x) {
   float lanes[16];
   store(lanes, x);
@@ -255,6 +316,8 @@ LLMX_INLINE float most_of(F x) {
     for (int i = 0; i < width; ++i) lanes[i] = lanes[i] > lanes[i + width] ? lanes[i] : lanes[i + width];
   return lanes[0];
 }
+
+#endif
 
 }  // namespace
 }  // namespace LLMX_ISA

@@ -9,6 +9,7 @@ KERNELS: dict[str, str] = {
     "philox_uniform": "random:philox_uniform",
     "plan_attention": "attention:plan_attention",
     "rms_norm": "norm:rms_norm",
+    "round_rows": "linear:round_rows",
     "rope_and_write": "rope:rope_and_write",
     "silu_mul": "activation:silu_mul",
 }

@@ -235,7 +235,7 @@ def _kind(matrix: Matrix, anatomy: Anatomy) -> str:
 
 def _linear(n_out: int, n_in: int, kind: str) -> Linear:
     """The engine's own, as it prepares it from what is stored; of zeros. What it can't read is taken for BF16."""
-    kernels = Kernels("cpu")
+    kernels = Kernels("cpu", activations="int8")
     n_out = max(1, min(n_out, WIDEST // 4 // n_in))
     elements, size = BLOCKS.get(kind, (1, 2))
     stored = {"weight": Stored("weight", kind, (n_out, n_in), n_out * n_in // elements * size)}
@@ -256,7 +256,7 @@ def _held(linear: Linear) -> int:
 
 def _another(linear: Linear) -> Linear:
     """The same with memory of its own."""
-    kernels = Kernels("cpu")
+    kernels = Kernels("cpu", activations="int8")
     segments = [replace(s, tensors={k: t.clone() for k, t in s.tensors.items()}) for s in linear.segments]
     return Linear(segments, linear.n_in, kernels)
 

@@ -137,6 +137,7 @@ def bench(
     dtype: o.Dtype = "auto",
     device: o.Device = "auto",
     kv_cache_dtype: o.KvCacheDtype = "auto",
+    activations: o.Activations = "auto",
     max_model_len: o.MaxModelLen = None,
     max_num_seqs: o.MaxNumSeqs = None,
     max_num_batched_tokens: o.MaxNumBatchedTokens = None,
@@ -261,8 +262,8 @@ def _here(flags: Mapping[str, Any], name: str, plan: Plan) -> Findings:
     """Load the model in this process and measure it."""
     if flags["baseline"] is not None and name.startswith("random:"):
         raise UsageError(f"transformers knows no {name}.", "Leave --baseline out, or name a model with weights.")
-    names = ("dtype", "device", "kv_cache_dtype", "max_model_len", "max_num_seqs", "max_num_batched_tokens",
-             "memory_utilization", "block_size", "threads", "tp", "seed")  # fmt: skip
+    names = ("dtype", "device", "kv_cache_dtype", "activations", "max_model_len", "max_num_seqs",
+             "max_num_batched_tokens", "memory_utilization", "block_size", "threads", "tp", "seed")  # fmt: skip
     config = o.engine_config(name, **{key: flags[key] for key in names})
     ready(name)
     from llmx.bench.findings import Findings

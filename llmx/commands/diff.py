@@ -33,6 +33,7 @@ def diff(
     dtype: o.Dtype = "auto",
     device: o.Device = "auto",
     kv_cache_dtype: o.KvCacheDtype = "auto",
+    activations: o.Activations = "bf16",
     kernels_a: Annotated[
         str | None, typer.Option("--kernels-a", help="Take every op of A from cuda, cpu or reference.")
     ] = None,
@@ -42,6 +43,7 @@ def diff(
     kv_cache_dtype_b: Annotated[
         str | None, typer.Option("--kv-cache-dtype-b", help="As --kv-cache-dtype.", **_B)
     ] = None,
+    activations_b: Annotated[str | None, typer.Option("--activations-b", help="As --activations.", **_B)] = None,
     kernels_b: Annotated[
         str | None, typer.Option("--kernels-b", help="As --kernels-a, of B; if not given, A's.", **_B)
     ] = None,
@@ -54,13 +56,16 @@ def diff(
     Every op of B is also run on A's own inputs, so that none is blamed for what it inherits. Exit code 3: they differ.
     """
     started = datetime.now(UTC)
-    config = o.engine_config(a, dtype=dtype, device=device, kv_cache_dtype=kv_cache_dtype, threads=threads, seed=0)
+    config = o.engine_config(
+        a, dtype=dtype, device=device, kv_cache_dtype=kv_cache_dtype, activations=activations, threads=threads, seed=0
+    )
     other = replace(
         config,
         model=b or a,
         dtype=dtype_b or dtype,
         device=device_b or device,
         kv_cache_dtype=kv_cache_dtype_b or kv_cache_dtype,
+        activations=activations_b or activations,
     )
     given = None if ids is None else _ids(ids)
     for name in dict.fromkeys((config.model, other.model)):

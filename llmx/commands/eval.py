@@ -98,6 +98,7 @@ def eval(
     dtype: o.Dtype = "auto",
     device: o.Device = "auto",
     kv_cache_dtype: o.KvCacheDtype = "auto",
+    activations: o.Activations = "auto",
     max_num_seqs: o.MaxNumSeqs = None,
     max_num_batched_tokens: o.MaxNumBatchedTokens = None,
     memory_utilization: o.MemoryUtilization = 0.9,
@@ -127,6 +128,7 @@ def eval(
         dtype=dtype,
         device=device,
         kv_cache_dtype=kv_cache_dtype,
+        activations=activations,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         memory_utilization=memory_utilization,
@@ -179,7 +181,8 @@ def _score(config: EngineConfig, reference: str | None, found: Findings) -> None
 
     if reference is not None:
         ready(reference)
-    other = None if reference is None else _model(replace(config, model=reference))
+    # What is compared is the model and its arithmetic against exact products.
+    other = None if reference is None else _model(replace(config, model=reference, activations="bf16"))
     with ticker() as say:
         evaluate(_model(config), other, found, say)
 

@@ -38,6 +38,15 @@ Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N
 KvCacheDtype = Annotated[
     str, typer.Option("--kv-cache-dtype", help="What the KV cache stores; auto: as --dtype.", rich_help_panel=_ENGINE)
 ]
+Activations = Annotated[
+    str,
+    typer.Option(
+        "--activations",
+        help="What weights of 4 to 8 bits are multiplied with: int8 (rounded in groups of 32) or bf16 (not rounded); "
+        "auto: int8 on the CPU.",
+        rich_help_panel=_ENGINE,
+    ),
+]
 MaxModelLen = Annotated[
     int | None,
     typer.Option(

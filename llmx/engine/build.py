@@ -57,7 +57,7 @@ def build_engine(
     if device.type == "cpu":
         torch.set_num_threads(config.threads or max(1, thread_count() // ranks))
     free = available_memory(device) if device.type == "cpu" else total_memory(device)
-    kernels = Kernels(device.type)
+    kernels = Kernels(device.type, activations=_activations(config, device))
     located = None if config.model.startswith(RANDOM) else locate(config.model)
     opened = None if located is None else open_model(located)
     family, shape = random_shape(config.model[len(RANDOM) :]) if opened is None else (opened.family, opened.config)
@@ -107,6 +107,7 @@ def build_engine(
         schemes=tuple(sorted(weights.schemes)),
         dtype=_name(dtype),
         kv_cache_dtype=_name(kv_dtype),
+        activations=kernels.activations,
         device=str(device),
         threads=torch.get_num_threads(),
         kernels=kernels.chosen(),
@@ -158,6 +159,12 @@ def _dtype(config: EngineConfig, opened: Opened | None, device: torch.device) ->
     if named in ("float32", "float16", "bfloat16"):
         return _torch_dtype(named)
     return torch.float32 if device.type == "cpu" else torch.bfloat16
+
+
+def _activations(config: EngineConfig, device: torch.device) -> str:
+    if config.activations == "int8" and device.type != "cpu":
+        raise UsageError(f"--activations int8 is built for the CPU, not for {device}.", hint="leave --activations out")
+    return "int8" if config.activations != "bf16" and device.type == "cpu" else "bf16"
 
 
 def _length(config: EngineConfig, trained: int) -> int:

@@ -152,6 +152,7 @@ def _flags(config: EngineConfig) -> list[str]:
         "--dtype": config.dtype,
         "--device": config.device,
         "--kv-cache-dtype": config.kv_cache_dtype,
+        "--activations": config.activations,
         "--max-num-seqs": config.max_num_seqs,
         "--max-num-batched-tokens": config.max_num_batched_tokens,
         "--memory-utilization": config.memory_utilization,

@@ -120,7 +120,7 @@ def _key(config: EngineConfig, located: Located | None, scorer: Scorer, total: i
         files = sorted(p for p in located.path.iterdir() if p.is_file()) if located.path.is_dir() else [located.path]
     stamps = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in files]
     what = [config.model, str(info.path), stamps, info.dtype, info.kv_cache_dtype, info.device.split(":")[0], total]
-    what += [seed, start, config.seed, scorer.protocol.ctx, dict(info.kernels)]
+    what += [info.activations, seed, start, config.seed, scorer.protocol.ctx, dict(info.kernels)]
     return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:32]
 
 

@@ -71,6 +71,7 @@ class Side:
                 ("dtype", config.dtype, plain.dtype),
                 ("device", config.device, plain.device),
                 ("kv-cache-dtype", config.kv_cache_dtype, plain.kv_cache_dtype),
+                ("activations", config.activations, "bf16"),
                 ("kernels", self.kernels, None),
             )
             if value != usual

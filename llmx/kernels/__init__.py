@@ -23,10 +23,12 @@ class Kernels:
 
     A backend is a package with `KERNELS` (op -> "module:function", imported lazily) and, if it may not run here,
     `available()`. LLMX_KERNELS=reference (or `forced`) takes every op from that backend, to bisect.
+
+    activations: what rows are multiplied with weights in whole numbers as: "int8", rounded to 8 bits, or "bf16", not.
     """
 
-    def __init__(self, device: str, forced: str | None = None) -> None:
-        self.device = device
+    def __init__(self, device: str, forced: str | None = None, activations: str = "bf16") -> None:
+        self.device, self.activations = device, activations
         self.forced = forced or os.environ.get("LLMX_KERNELS") or None
         if self.forced is not None and self.forced not in BACKENDS:
             raise UsageError(f"LLMX_KERNELS={self.forced} is not a backend; there are {', '.join(BACKENDS)}.")

@@ -82,6 +82,8 @@ Tensors = Mapping[str, Tensor]
 class KernelTable(Protocol):
     """The part of `llmx.kernels.Kernels` that a scheme uses."""
 
+    activations: str
+
     def get(self, op: str) -> Callable[..., Any]: ...
 
     def has(self, op: str) -> bool: ...
@@ -208,6 +210,7 @@ class Scheme(ABC):
 
     name: str
     cases: Sequence[Case]
+    whole_numbers = False  # weights are small whole numbers times scales: rows may be rounded to 8 bits for them
 
     @abstractmethod
     def matches(self, stored: Mapping[str, Stored]) -> bool:
@@ -250,16 +253,15 @@ class Scheme(ABC):
         return [self._apply(x, segment, kernels) for segment in segments]
 
     def _apply(self, x: Tensor, segment: Segment, kernels: KernelTable) -> Tensor:
-        result: Tensor
-        if not segment.prepared:
-            weight = self._unpack_in_steps(segment.tensors, segment.layout, weight_dtype(x.dtype, x.device))
-            result = kernels.get("linear")(x, weight, segment.bias)
-            return result
-        ((name, prepared),) = segment.tensors.items()
-        if name == "weight":
-            result = kernels.get("linear")(x, prepared, segment.bias)
+        if (packed := packed_of(segment)) is not None:
+            return multiply(x, [packed], kernels)
+        if segment.prepared:
+            weight = segment.tensors["weight"]
         else:
-            result = kernels.get("linear_packed")(x, prepared, name, segment.n_out, segment.bias)
+            weight = self._unpack_in_steps(segment.tensors, segment.layout, weight_dtype(x.dtype, x.device))
+        if self.whole_numbers and kernels.activations == "int8":
+            x = kernels.get("round_rows")(x)
+        result: Tensor = kernels.get("linear")(x, weight, segment.bias)
         return result
 
     def _unpack_in_steps(self, tensors: Tensors, layout: Layout, dtype: torch.dtype) -> Tensor:
@@ -293,7 +295,10 @@ def row_axes(layout: Layout) -> dict[str, int] | None:
 
 
 def apply(x: Tensor, segments: Sequence[Segment], kernels: KernelTable) -> Tensor:
-    """A fused linear: x (rows, n_in) -> (rows, sum of n_out), each scheme called once per run of its segments."""
+    """A fused linear: x (rows, n_in) -> (rows, sum of n_out); one call of the kernel where all segments are packed."""
+    packed = [found for segment in segments if (found := packed_of(segment)) is not None]
+    if len(packed) == len(segments):
+        return multiply(x, packed, kernels)
     outputs: list[Tensor] = []
     start = 0
     for stop in range(1, len(segments) + 1):
@@ -301,3 +306,16 @@ def apply(x: Tensor, segments: Sequence[Segment], kernels: KernelTable) -> Tenso
             outputs += segments[start].scheme.apply(x, segments[start:stop], kernels)
             start = stop
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
+
+
+def packed_of(segment: Segment) -> tuple[str, Tensor, int, Tensor | None] | None:
+    """(layout, blocks, n_out, bias) of a segment that a kernel multiplies straight from; None for others."""
+    if not segment.prepared:
+        return None
+    ((layout, tensor),) = segment.tensors.items()
+    return None if layout == "weight" else (layout, tensor, segment.n_out, segment.bias)
+
+
+def multiply(x: Tensor, packed: Sequence[tuple[str, Tensor, int, Tensor | None]], kernels: KernelTable) -> Tensor:
+    result: Tensor = kernels.get("linear_packed")(x, packed, kernels.activations == "int8")
+    return result

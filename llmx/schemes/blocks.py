@@ -89,6 +89,7 @@ class PartedScheme(BlockScheme):
     """
 
     kernel_layout: str
+    whole_numbers = True
 
     @abstractmethod
     def parts(self, blocks: Tensor) -> Parts:

@@ -23,6 +23,7 @@ INFO = EngineInfo(
     schemes=("dense",),
     dtype="float32",
     kv_cache_dtype="float32",
+    activations="bf16",
     device="cpu",
     threads=1,
     kernels=(("linear", "reference"), ("attention", "reference")),

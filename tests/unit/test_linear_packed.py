@@ -46,7 +46,7 @@ def as_plain(weight: Tensor) -> Tensor:
 
 
 def linear(x: Tensor, packed: Tensor, layout: str, n_out: int, bias: Tensor | None = None) -> Tensor:
-    result: Tensor = KERNELS.get("linear_packed")(x, packed, layout, n_out, bias)
+    result: Tensor = KERNELS.get("linear_packed")(x, [(layout, packed, n_out, bias)])
     return result
 
 

@@ -1,0 +1,185 @@
+// A linear layer from packed weights in whole numbers, with the rows rounded to 8 bits: products of bytes.
+//
+// A row is rounded in groups of 32 inputs: scale = max |x| / 127, q = round(x * (127 / max |x|)), ties to even. An
+// output is one chain over the groups: acc = fma(sum of code * q, weight's scale * scale, acc), and where the weights
+// have a minimum acc = fma(minimum, scale * sum of q, acc) after it. The sums are exact, so that a row's bits depend on
+// neither rows, tiles nor threads. A group with an infinity or a NaN gives NaN.
+#include "dots.h"
+#include "ops.h"
+#include "packed.h"
+#include "runtime/pool.h"
+
+namespace LLMX_ISA {
+namespace {
+
+#define LLMX_UNROLL _Pragma("GCC unroll 16")
+constexpr int64_t SOME = 16 * 1024;  // numbers that are worth a task of their own
+
+// What a tile of `rows` rows keeps of each group, rows side by side: 8 dwords of q, then the scale, scale * sum of q,
+// and minus 8 times that sum, of all 32 and of the first 16.
+constexpr int64_t ROW_BYTES = 8 * 4 + 4 * 4;
+
+struct Rounding {
+  const float* x;
+  uint8_t* to;
+  int64_t rows, inputs, tiles;
+};
+
+struct Sums {
+  float scale, weighted;
+  int32_t less, first_less;
+};
+
+// 32 numbers -> q, and what belongs to it.
+LLMX_INLINE Sums round_group(const float* x, int8_t* q) {
+  const F a = load(x), b = load(x + LANES);
+  const float highest = most_of(most(size_of(a), size_of(b)));
+  const float bad = sum_of(add(mul(a, zero()), mul(b, zero())));  // zero, or NaN
+  const float up = highest > 0.0f ? 127.0f / highest : 0.0f;
+  const int32_t first = round_to_bytes(mul(a, all(up)), q), second = round_to_bytes(mul(b, all(up)), q + LANES);
+  const float scale = highest / 127.0f + bad;
+  return {scale, scale * static_cast<float>(first + second), -8 * (first + second), -8 * first};
+}
+
+void round_tile(void* context, int64_t tile, int) {
+  const Rounding& r = *static_cast<const Rounding*>(context);
+  const int64_t first = r.rows * tile / r.tiles, count = r.rows * (tile + 1) / r.tiles - first;
+  uint8_t* to = r.to + first * (r.inputs / GROUP) * ROW_BYTES;
+  for (int64_t k = 0; k < r.inputs; k += GROUP, to += count * ROW_BYTES)
+    for (int64_t row = 0; row < count; ++row) {
+      int8_t q[GROUP];
+      const Sums sums = round_group(r.x + (first + row) * r.inputs + k, q);
+      for (int i = 0; i < 8; ++i) __builtin_memcpy(to + 4 * (i * count + row), q + 4 * i, 4);
+      __builtin_memcpy(to + 4 * (8 * count + row), &sums.scale, 4);
+      __builtin_memcpy(to + 4 * (9 * count + row), &sums.weighted, 4);
+      __builtin_memcpy(to + 4 * (10 * count + row), &sums.less, 4);
+      __builtin_memcpy(to + 4 * (11 * count + row), &sums.first_less, 4);
+    }
+}
+
+struct Job {
+  const uint8_t* packed;
+  int64_t block_bytes, inputs, outputs, rows, tiles;
+  const uint8_t* x;  // as round_tile leaves it
+  float* out;        // (rows, stride)
+  int64_t stride;
+  const float* bias;
+  int64_t wide;  // blocks in a task
+};
+
+template <int BITS> struct KindOf { using Type = Byte; };
+template <> struct KindOf<4> { using Type = Nibble; };
+
+// Adds the products of half a group's codes, or with 4 bits of a whole one's.
+template <class Source, int R, class K>
+LLMX_INLINE void products(const uint8_t* codes, const int32_t* q, Dots<K> (&sums)[R]) {
+LLMX_UNROLL
+  for (int i = 0; i < 4; ++i) {
+    const Codes all = load_codes(codes + 4 * LANES * i);
+    if constexpr (Source::BITS == 4) {
+      Codes low = low_nibbles(all), high = high_nibbles(all);
+      if constexpr (Source::SIGNED) low = signed_nibbles(low), high = signed_nibbles(high);
+      LLMX_UNROLL for (int r = 0; r < R; ++r) dot(sums[r], low, q[i * R + r]);
+      LLMX_UNROLL for (int r = 0; r < R; ++r) dot(sums[r], high, q[(4 + i) * R + r]);
+    } else {
+      LLMX_UNROLL for (int r = 0; r < R; ++r) dot(sums[r], bytes(all), q[i * R + r]);
+    }
+  }
+}
+
+// What a tile of R rows gains from the inputs that share a scale: `turn` of a group's.
+template <class Source, int R>
+LLMX_INLINE void gain(const Source& source, int64_t group, int turn, const int32_t* x, float (&sums)[R][LANES]) {
+  using K = typename KindOf<Source::BITS>::Type;
+  const float *scale = reinterpret_cast<const float*>(x + 8 * R), *weighted = scale + R;
+  const int32_t *less = x + 10 * R, *first_less = less + R;
+LLMX_UNROLL
+  for (int part = 0; part < PARTS; ++part) {
+    if (part) __asm__("" : "+r"(x));  // or GCC keeps what all parts read in registers, and runs out of them
+    const uint8_t* codes = source.codes + group * Source::CODES + 4 * WIDE * part + 16 * LANES * turn;
+    const V weights = part_of(source.scale, part);
+    Dots<K> dots[R];
+    LLMX_UNROLL for (int r = 0; r < R; ++r) dots[r] = no_dots<K>();
+    products<Source, R, K>(codes, x + 4 * R * turn, dots);
+    if constexpr (Source::BITS == 8 && !Source::FINE) products<Source, R, K>(codes + 16 * LANES, x + 4 * R, dots);
+    LLMX_UNROLL for (int r = 0; r < R; ++r) {
+      const int32_t mine = !Source::FINE ? less[r] : turn == 0 ? first_less[r] : less[r] - first_less[r];
+      float* to = sums[r] + WIDE * part;
+      V sum = load_part(to), dotted;
+      if constexpr (Source::SIGNED) dotted = signed_total(dots[r], mine);
+      else dotted = total(dots[r]);
+      sum = fma(dotted, mul(weights, every(scale[r])), sum);
+      if constexpr (Source::MIN) {
+        const float numbers = Source::FINE ? scale[r] * (-0.125f * static_cast<float>(mine)) : weighted[r];
+        sum = fma(part_of(source.minimum, part), every(numbers), sum);
+      }
+      store_part(to, sum);
+    }
+  }
+}
+
+template <class Source, int R>
+void tile(const Job& job, int64_t row, int64_t block) {
+  Source source(job.packed + block * job.block_bytes, job.inputs);
+  const uint8_t* x = job.x + row * (job.inputs / GROUP) * ROW_BYTES;
+  float sums[R][LANES];
+  LLMX_UNROLL for (int r = 0; r < R; ++r) store(sums[r], zero());
+  for (int64_t group = 0; group < job.inputs / GROUP; ++group, x += R * ROW_BYTES) {
+    source.begin(group, 0);
+    gain<Source, R>(source, group, 0, reinterpret_cast<const int32_t*>(x), sums);
+    if constexpr (Source::FINE) {
+      source.begin(group, 1);
+      gain<Source, R>(source, group, 1, reinterpret_cast<const int32_t*>(x), sums);
+    }
+  }
+  const int64_t at = block * LANES;
+  LLMX_UNROLL for (int r = 0; r < R; ++r)
+    put_outputs(job.out + (row + r) * job.stride + at, load(sums[r]), job.bias ? job.bias + at : nullptr,
+                job.outputs - at);
+}
+
+template <class Source, int R>
+LLMX_INLINE void choose(const Job& job, int64_t rows, int64_t row, int64_t block) {
+  if (rows == R) return tile<Source, R>(job, row, block);
+  if constexpr (R > 1) choose<Source, R - 1>(job, rows, row, block);
+}
+
+// Several blocks for a tile of rows, whose numbers stay in the first-level cache.
+template <class Source>
+void some_blocks(void* context, int64_t task, int) {
+  const Job& job = *static_cast<const Job*>(context);
+  const int64_t blocks = (job.outputs + LANES - 1) / LANES, first = task * job.wide;
+  const int64_t last = first + job.wide < blocks ? first + job.wide : blocks;
+  for (int64_t t = 0; t < job.tiles; ++t) {
+    const int64_t row = job.rows * t / job.tiles, next = job.rows * (t + 1) / job.tiles;
+    for (int64_t block = first; block < last; ++block) choose<Source, INT8_ROWS>(job, next - row, row, block);
+  }
+}
+
+template <class Source>
+void run(Job& job, int threads) {
+  const int64_t blocks = (job.outputs + LANES - 1) / LANES, wide = blocks / (8 * threads);
+  job.wide = wide < 1 ? 1 : wide > 4 ? 4 : wide;
+  llmx_pool::each(some_blocks<Source>, &job, (blocks + job.wide - 1) / job.wide, threads);
+}
+
+}  // namespace
+
+void linear_int8(float* out, int64_t stride, const float* x, uint8_t* rounded, int64_t rows, int64_t inputs,
+                 const uint8_t* packed, int64_t block_bytes, int64_t outputs, int32_t format, const float* bias,
+                 int32_t threads) {
+  const int64_t tiles = (rows + INT8_ROWS - 1) / INT8_ROWS;
+  if (x != nullptr) {
+    Rounding rounding{x, rounded, rows, inputs, tiles};
+    llmx_pool::each(round_tile, &rounding, tiles, rows * inputs < SOME ? 1 : threads);
+  }
+  Job job{packed, block_bytes, inputs, outputs, rows, tiles, rounded, out, stride, bias, 0};
+  switch (format) {
+#define LLMX_RUN(number, ...) \
+  case number:                \
+    return run<__VA_ARGS__>(job, threads);
+    LLMX_PACKED(LLMX_RUN)
+  }
+}
+
+}  // namespace LLMX_ISA

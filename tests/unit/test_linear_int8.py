@@ -1,0 +1,115 @@
+"""Linear layers whose rows are rounded to 8 bits: each sum of products is exact, and the rest is one chain."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from llmx.kernels import Kernels, cpu
+from llmx.kernels.reference.linear import round_rows
+from llmx.schemes.base import Axis, Kind, Segment, apply
+from llmx.schemes.blocks import BlockScheme, PartedScheme
+from tests.unit.test_linear_packed import BLOCKS, as_plain, draw, packed_of, random_blocks
+
+pytestmark = pytest.mark.skipif(not cpu.available(), reason=f"cpu kernels: {cpu.describe()}")
+PARTED = [scheme for scheme in BLOCKS if isinstance(scheme, PartedScheme)]
+KERNELS = Kernels("cpu", forced="cpu", activations="int8")
+
+
+def linear(x: Tensor, *segments: tuple[str, Tensor, int, Tensor | None]) -> Tensor:
+    result: Tensor = KERNELS.get("linear_packed")(x, segments, True)
+    return result
+
+
+def made(scheme: BlockScheme, n_out: int, n_in: int) -> tuple[str, Tensor, int, None, Tensor]:
+    """A segment, and its weights in float64."""
+    stored = random_blocks(scheme, n_out, n_in)
+    layout, packed = packed_of(scheme, stored)
+    weight = scheme.unpack_blocks(stored.reshape(-1, scheme.block_bytes)).reshape(n_out, n_in)
+    return layout, packed, n_out, None, weight.double()
+
+
+@pytest.mark.parametrize("scheme", PARTED, ids=lambda s: s.kind)
+@pytest.mark.parametrize(("n_out", "n_in"), [(1, 256), (40, 512), (130, 768)])
+def test_a_product_is_that_of_the_rounded_row(isa: str, scheme: PartedScheme, n_out: int, n_in: int) -> None:
+    *segment, weight = made(scheme, n_out, n_in)
+    for rows in (1, 2, 3, 5, 8, 13, 33):
+        x = draw(rows, n_in, seed=rows) * torch.logspace(-3, 3, n_in)
+        rounded = round_rows(x).double()
+        bound = rounded.abs() @ weight.abs().T + 1e-30
+        assert float(((linear(x, tuple(segment)) - rounded @ weight.T).abs() / bound).max()) < 2e-6
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q4_K", "Q8_0", "Q6_K", "Q2_K"])
+def test_a_rows_bits_depend_on_neither_rows_nor_threads(isa: str, kind: str) -> None:
+    *segment, _ = made(next(s for s in PARTED if s.kind == kind), 100, 512)
+    x, threads = draw(33, 512, seed=4), torch.get_num_threads()
+    alone = torch.cat([linear(row[None], tuple(segment)) for row in x])
+    try:
+        for count in (1, 2, 5):
+            torch.set_num_threads(count)
+            for rows in range(1, 34):
+                assert torch.equal(linear(x[:rows], tuple(segment)), alone[:rows])
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_extremes_are_exact(isa: str) -> None:
+    """The largest codes against the largest numbers, of either sign: 16 bits hold the sums of a group."""
+    for kind, low, high in (("Q4_1", 0, 15), ("Q4_0", -8, 7), ("Q8_0", -128, 127)):
+        scheme = next(s for s in PARTED if s.kind == kind)
+        for code in (low, high):
+            byte = {"Q4_1": code * 17, "Q4_0": (code + 8) * 17, "Q8_0": code & 255}[kind]
+            block = torch.full((scheme.block_bytes,), byte, dtype=torch.uint8)
+            scales = torch.tensor([1.0, 0.0]).half()[: 2 if kind == "Q4_1" else 1].view(torch.uint8)
+            block[: len(scales)] = scales
+            layout, packed = packed_of(scheme, block.expand(16, -1).repeat(1, 8).contiguous())
+            for sign in (127.0, -127.0):
+                got = linear(torch.full((3, 256), sign), (layout, packed, 16, None))
+                assert torch.equal(got, torch.full((3, 16), code * sign * 256))
+
+
+def test_segments_of_different_kinds_are_one_call(isa: str) -> None:
+    x, bias = draw(5, 256), draw(20, seed=1)
+    *four, weight = made(next(s for s in PARTED if s.kind == "Q4_K"), 20, 256)
+    plain = draw(7, 256, seed=2)
+    got = linear(x, (four[0], four[1], 20, bias), ("F32", as_plain(plain), 7, None))
+    assert got.shape == (5, 27)
+    assert torch.equal(got[:, :20], linear(x, (four[0], four[1], 20, bias)))
+    assert torch.allclose(got[:, :20].double(), round_rows(x).double() @ weight.T + bias, rtol=1e-4, atol=1e-3)
+    exact = KERNELS.get("linear_packed")(x, [("F32", as_plain(plain), 7, None)])
+    assert torch.equal(got[:, 20:], exact)  # plain numbers are never multiplied with rounded rows
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_no_number_stays_none_and_stays_in_its_row(isa: str, bad: float) -> None:
+    *segment, _ = made(next(s for s in PARTED if s.kind == "Q4_K"), 20, 256)
+    x = draw(9, 256)
+    good = linear(x, tuple(segment))
+    x[4, 100] = bad
+    got = linear(x, tuple(segment))
+    assert got[4].isnan().all()
+    keep = torch.arange(9) != 4
+    assert torch.equal(got[keep], good[keep])
+
+
+def test_zeros_give_zero(isa: str) -> None:
+    *segment, _ = made(next(s for s in PARTED if s.kind == "Q4_K"), 20, 256)
+    assert torch.equal(linear(torch.zeros(2, 256), tuple(segment)), torch.zeros(2, 20))
+
+
+@pytest.mark.parametrize("activations", ["int8", "bf16"])
+def test_the_reference_rounds_rows_where_the_kernel_does(activations: str) -> None:
+    scheme = next(s for s in PARTED if s.kind == "Q4_1")
+    stored, x = random_blocks(scheme, 24, 256), draw(6, 256)
+    layout = {"weight": (Axis(Kind.OUT), Axis(Kind.IN, scheme.block_bytes, scheme.size))}
+    found = {}
+    for backend in ("cpu", "reference"):
+        kernels = Kernels("cpu", forced=backend, activations=activations)
+        tensors = scheme.prepare({"weight": stored}, layout, torch.float32, kernels)
+        found[backend] = apply(x, [Segment(scheme, 24, layout, tensors, None, True)], kernels)
+    assert torch.allclose(found["cpu"], found["reference"], rtol=1e-4, atol=1e-3)
+    exact = x.double() @ scheme.unpack({"weight": stored}, torch.float32).double().T
+    differs = not torch.allclose(found["cpu"].double(), exact, rtol=1e-4, atol=1e-3)
+    assert differs == (activations == "int8")
