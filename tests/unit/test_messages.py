@@ -34,7 +34,7 @@ PARAMS = SamplingParams(n=2, stop=("a", "ü\n"), stop_token_ids=(3,), logit_bias
 REQUEST = Request("id", (1, 2, 3), PARAMS, frozenset({7, 4}), b"\x00\xff", -1)
 LOGPROB = Logprob(5, -0.25, ((5, -0.25), (6, -1.5)))
 INFO = EngineInfo(
-    *("m", "/m", "A", 1, 2, 3, ("dense",), "float32", "float32", "cpu", 1, (("linear", "reference"),)),
+    *("m", "/m", "A", 1, 2, 3, ("dense",), "float32", "float32", "bf16", "cpu", 1, (("linear", "reference"),)),
     *(128, 4, 64, 16, 20, 2**20, 256, 1, 0.1),
 )
 EVERY: list[Message] = [
