@@ -161,6 +161,7 @@ class Sequence:
     finish: str | None = None  # "stop", "length" or "abort"
     stopped_by: int | None = None  # the token id behind finish "stop"
     constraint: Constraint | None = None  # of a request with a grammar
+    drawing: Any = None  # what the sampler keeps of it between steps
     cached: int = 0  # prompt tokens that the first admission found in the prefix cache
     started: float = 0.0  # time.monotonic() of the first admission
     drafted: int = 0

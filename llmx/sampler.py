@@ -6,6 +6,7 @@ Maddison et al. 2014) over the processed logits with counter-based noise (Philox
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from llmx.core import SamplingParams, Sequence
 from llmx.kernels import Kernels
+from llmx.kernels.reference.sample import WEIGHT, gumbel, weights
 
 CHOICE_STREAM = 0  # the Philox stream of a sequence's own tokens; a rejection sampler takes another
 CANDIDATES = 1024  # so many of the likeliest tokens are looked at before a full sort
@@ -63,6 +65,44 @@ def sibling_seed(seed: int, sibling: int) -> int:
 
 def draw(logits: Tensor, points: Points, kernels: Kernels) -> Draws:
     """logits (M, vocab) f32, not changed -> one token per row."""
+    return _drawn_by_kernel(logits, points, kernels) if kernels.has("draw") else _drawn(logits, points, kernels)
+
+
+def _drawn_by_kernel(logits: Tensor, points: Points, kernels: Kernels) -> Draws:
+    sequences = points.sequences
+    for s in sequences:
+        if s.drawing is None:
+            s.drawing = _rule(s, kernels.get("draw_rule"))
+    rules, tokens = [s.drawing for s in sequences], [s.tokens for s in sequences]
+    allowed = None if points.allowed is None else (points.allowed.at, points.allowed.tokens)
+    drawn, scores = kernels.get("draw")(logits, rules, tokens, points.index, points.positions, points.path, allowed)
+    return Draws(drawn) if scores is None else Draws(drawn, scores[0], (scores[1], scores[2]))
+
+
+def _rule(sequence: Sequence, make: Callable[..., Any]) -> Any:
+    """What the kernel is told of a sequence, once."""
+    p, bias = sequence.request.params, dict[int, float]()
+    for token, value in p.logit_bias:
+        bias[token] = bias.get(token, 0.0) + value
+    return make(
+        seed=sibling_seed(sequence.request.seed, sequence.sibling),
+        temperature=p.temperature,
+        top_k=p.top_k,
+        top_p=p.top_p,
+        floor=_log(p.min_p),
+        repetition=p.repetition_penalty,
+        presence=p.presence_penalty,
+        frequency=p.frequency_penalty,
+        prompt=sequence.prompt_len if p.penalised else None,
+        bias=bias,
+        stops=sorted(sequence.request.stops) if p.min_tokens else (),
+        until=sequence.prompt_len + p.min_tokens,
+        logprobs=p.logprobs,
+    )
+
+
+def _drawn(logits: Tensor, points: Points, kernels: Kernels) -> Draws:
+    """With tensor operations, on any device: this defines the kernels."""
     params = [s.request.params for s in points.sequences]
     device = logits.device
 
@@ -77,13 +117,16 @@ def draw(logits: Tensor, points: Points, kernels: Kernels) -> Draws:
         keys = [sibling_seed(s.request.seed, s.sibling) for s in points.sequences]
         seeds = torch.tensor(keys, dtype=torch.int64, device=device)[points.index]
         uniform = kernels.get("philox_uniform")(seeds, points.positions, CHOICE_STREAM, logits.shape[1])
-        warped = warped - torch.log(-torch.log(uniform)) * (temperature > 0)
+        warped = warped + gumbel(uniform) * (temperature > 0)
     tokens = warped.argmax(-1)
     wanted = [p.logprobs for p in params if p.logprobs is not None]
     if not wanted:
         return Draws(tokens)
-    scores = logits.log_softmax(-1)
-    return Draws(tokens, scores.gather(1, tokens[:, None])[:, 0], likeliest(scores, max(1, *wanted)))
+    most = logits.amax(-1, keepdim=True)
+    norm = most.double() + torch.log(weights(logits - most).sum(-1, keepdim=True) / WEIGHT)
+    values, top = likeliest(logits, max(1, *wanted))
+    scores = (torch.cat([logits.gather(1, tokens[:, None]), values], 1).double() - norm).float()
+    return Draws(tokens, scores[:, 0], (scores[:, 1:], top))
 
 
 def likeliest(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -97,6 +140,10 @@ def likeliest(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
     keys = ((order << 32) + (MASK32 - tokens)).topk(min(count, scores.shape[1]), -1).values
     chosen = MASK32 - (keys & MASK32)
     return scores.gather(1, chosen), chosen
+
+
+def _log(x: float) -> float:
+    return math.log(x) if x > 0 else -math.inf
 
 
 def _samples(params: SamplingParams) -> bool:
@@ -171,25 +218,26 @@ def _truncate(logits: Tensor, params: list[Any], column: Callable[..., Tensor]) 
     if any(_samples(p) and p.top_p < 1 for p in params) or ks:
         logits = _nucleus(logits, max(ks, default=0), column)
     if any(_samples(p) and p.min_p > 0 for p in params):
-        floor = logits.amax(-1, keepdim=True) + torch.log(column(lambda p: p.min_p))
+        floor = logits.amax(-1, keepdim=True) + column(lambda p: _log(p.min_p))
         logits = torch.where(logits < floor, -torch.inf, logits)
     return logits
 
 
 def _nucleus(logits: Tensor, widest: int, column: Callable[..., Tensor]) -> Tensor:
     vocab = logits.shape[1]
-    top_k, top_p = column(lambda p: p.top_k).clamp(min=0, max=vocab).long(), column(lambda p: p.top_p)
-    likeliest = logits.log_softmax(-1).amax(-1, keepdim=True)
+    top_k, top_p = column(lambda p: p.top_k).clamp(min=0, max=vocab).long(), column(lambda p: p.top_p).double()
+    most = logits.amax(-1, keepdim=True)
+    whole = weights(logits - most).sum(-1, keepdim=True)
     # On the CPU a sort of the whole vocabulary costs more than the rest of the step; a GPU may not wait to find out.
     count = vocab if logits.device.type != "cpu" else min(vocab, max(CANDIDATES, widest))
     while True:
         values = logits.topk(count, -1).values  # (M, count)
-        weights = torch.exp(values - values[:, :1])
-        sums = weights.cumsum(-1)  # in order, so that its bits don't depend on `count`
+        each = weights(values - most)
+        sums = each.cumsum(-1)
         inside = (top_k == 0) | (torch.arange(count, device=logits.device) < top_k)
         # top-p counts in the mass of what top-k leaves, or of the whole vocabulary.
-        mass = torch.where(top_k > 0, sums.gather(1, (top_k - 1).clamp(0, count - 1)), torch.exp(-likeliest))
-        keep = inside & ((sums - weights < top_p * mass) | (top_p >= 1))
+        mass = torch.where(top_k > 0, sums.gather(1, (top_k - 1).clamp(0, count - 1)), whole)
+        keep = inside & ((sums - each < top_p * mass) | (top_p >= 1))
         keep[:, 0] = True
         # A row that keeps all that was looked at may keep more, unless top-k ends there or nothing is cut.
         if count == vocab or not bool((keep[:, -1:] & (top_k == 0) & (top_p < 1)).any()):

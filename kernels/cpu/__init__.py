@@ -10,6 +10,8 @@ from llmx.errors import UsageError
 
 KERNELS: dict[str, str] = {
     "philox_uniform": "random:philox_uniform",
+    "draw": "sample:draw",
+    "draw_rule": "sample:Rule",
     **{op: f"linear:{op}" for op in ("linear_packed", "new_packed", "pack_codes", "pack_numbers", "unpack_linear")},
     **{op: f"attention:{op}" for op in ("plan_attention", "attention")},
     **{op: f"rows:{op}" for op in ("rms_norm", "add_rms_norm", "rope_and_write", "silu_mul", "gelu_tanh_mul")},

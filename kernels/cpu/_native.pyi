@@ -85,6 +85,27 @@ def rope_and_write(
     threads: int,
     /,
 ) -> None: ...
+def draw(
+    tokens: int,
+    own: int,
+    values: int,
+    top: int,
+    most: int,
+    logits: int,
+    stride: int,
+    rows: int,
+    vocab: int,
+    rules: int,
+    index: int,
+    positions: int,
+    path: int,
+    width: int,
+    masked: int,
+    masks: int,
+    mask: int,
+    threads: int,
+    /,
+) -> None: ...
 def gated(out: int, x: int, rows: int, inner: int, gelu: int, threads: int, /) -> None: ...
 def isas() -> list[str]: ...
 def use(isa: str, /) -> None: ...

@@ -27,6 +27,10 @@
                            int64_t heads, int64_t kv_heads, int64_t dim, int64_t half, int64_t slots,    \
                            int32_t kind, const int64_t* slot, const float* cos, const float* sin,        \
                            int32_t threads))                                                             \
+  OP(isa, draw, (int64_t* tokens, float* own, float* values, int64_t* top, int64_t most,                 \
+                 const float* logits, int64_t stride, int64_t rows, int64_t vocab, const uint8_t* rules, \
+                 const int64_t* index, const int64_t* positions, const int64_t* path, int64_t width,     \
+                 const int64_t* masked, int64_t masks, const uint8_t* mask, int32_t threads))            \
   OP(isa, gated, (float* out, const float* x, int64_t rows, int64_t inner, int32_t gelu,                 \
                   int32_t threads))
 

@@ -1,0 +1,73 @@
+// The numbers behind a draw, which kernels/reference/sample.py defines, bit for bit on any instruction set.
+#pragma once
+#include "philox.h"
+#include "simd.h"
+
+namespace LLMX_ISA {
+namespace {
+
+constexpr int LANES = 16;
+
+// e^(x - largest) in units of 2^-34, whole.
+LLMX_INLINE void weigh(F x, float largest, double* to) {
+  const F below = most(sub(x, all(largest)), all(-30.0f)), n = nearest(mul(below, all(1.44269504f)));
+  F r = sub(below, mul(n, all(0.693359375f)));
+  r = sub(r, mul(n, all(-2.12194440e-4f)));
+  F p = all(1.9875691500e-4f);
+  p = add(mul(p, r), all(1.3981999507e-3f));
+  p = add(mul(p, r), all(8.3334519073e-3f));
+  p = add(mul(p, r), all(4.1665795894e-2f));
+  p = add(mul(p, r), all(1.6666665459e-1f));
+  p = add(mul(p, r), all(5.0000001201e-1f));
+  p = add(add(mul(p, mul(r, r)), r), all(1.0f));
+  float e[LANES];
+  store(e, mul(p, power_of_two(n)));
+  for (int i = 0; i < LANES; ++i) to[i] = (static_cast<double>(e[i]) * 0x1p34 + 0x1.8p52) - 0x1.8p52;
+}
+
+inline int64_t order_of(float x) {  // whole numbers that compare as the floats do
+  int32_t bits;
+  __builtin_memcpy(&bits, &x, sizeof bits);
+  return bits < 0 ? -static_cast<int64_t>(bits & 0x7FFFFFFF) : bits;
+}
+
+inline float with_order(int64_t order) {
+  const int32_t bits = order < 0 ? static_cast<int32_t>(-order) | INT32_MIN : static_cast<int32_t>(order);
+  float x;
+  __builtin_memcpy(&x, &bits, sizeof x);
+  return x;
+}
+
+LLMX_INLINE F logarithm(const float* x) {  // of positive normal numbers
+  int32_t bits[LANES];
+  float n[LANES], m[LANES];
+  __builtin_memcpy(bits, x, sizeof bits);
+  for (int i = 0; i < LANES; ++i) {
+    const int32_t power = (bits[i] - 0x3F3504F3) >> 23;
+    n[i] = static_cast<float>(power);
+    bits[i] -= power * (1 << 23);
+  }
+  __builtin_memcpy(m, bits, sizeof m);
+  const F f = sub(load(m), all(1.0f)), z = mul(f, f), power = load(n);
+  F y = all(7.0376836292e-2f);
+  y = add(mul(y, f), all(-1.1514610310e-1f));
+  y = add(mul(y, f), all(1.1676998740e-1f));
+  y = add(mul(y, f), all(-1.2420140846e-1f));
+  y = add(mul(y, f), all(1.4249322787e-1f));
+  y = add(mul(y, f), all(-1.6668057665e-1f));
+  y = add(mul(y, f), all(2.0000714765e-1f));
+  y = add(mul(y, f), all(-2.4999993993e-1f));
+  y = add(mul(y, f), all(3.3333331174e-1f));
+  y = mul(mul(y, f), z);
+  y = add(y, mul(power, all(-2.12194440e-4f)));
+  y = sub(y, mul(z, all(0.5f)));
+  return add(add(f, y), mul(power, all(0.693359375f)));
+}
+
+LLMX_INLINE void gumbel(float* u) {  // of 16 uniform numbers, in their place
+  store(u, sub(zero(), logarithm(u)));
+  store(u, sub(zero(), logarithm(u)));
+}
+
+}  // namespace
+}  // namespace LLMX_ISA
