@@ -8,6 +8,24 @@ namespace {
 
 constexpr int LANES = 16;
 
+// Is any lane of a above b's, or no number?
+#if defined(__AVX512F__)
+LLMX_INLINE bool any_over(F a, F b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_NLE_UQ) != 0; }
+#elif defined(__AVX2__)
+LLMX_INLINE bool any_over(F x, F y) {
+  const __m256 a = _mm256_cmp_ps(x.a, y.a, _CMP_NLE_UQ), b = _mm256_cmp_ps(x.b, y.b, _CMP_NLE_UQ);
+  return _mm256_movemask_ps(_mm256_or_ps(a, b)) != 0;
+}
+#else
+LLMX_INLINE bool any_over(F a, F b) {
+  const auto over = ~(a.v <= b.v);
+  int32_t lanes[LANES], any = 0;
+  __builtin_memcpy(lanes, &over, sizeof lanes);
+  for (int i = 0; i < LANES; ++i) any |= lanes[i];
+  return any != 0;
+}
+#endif
+
 // e^(x - largest) in units of 2^-34, whole.
 LLMX_INLINE void weigh(F x, float largest, double* to) {
   const F below = most(sub(x, all(largest)), all(-30.0f)), n = nearest(mul(below, all(1.44269504f)));

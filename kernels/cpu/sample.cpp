@@ -54,24 +54,6 @@ struct Job {
   int64_t most;
 };
 
-// A comparison of lanes.
-#if defined(__AVX512F__)
-LLMX_INLINE bool any_over(F a, F b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_NLE_UQ) != 0; }
-#elif defined(__AVX2__)
-LLMX_INLINE bool any_over(F x, F y) {  // or no number
-  const __m256 a = _mm256_cmp_ps(x.a, y.a, _CMP_NLE_UQ), b = _mm256_cmp_ps(x.b, y.b, _CMP_NLE_UQ);
-  return _mm256_movemask_ps(_mm256_or_ps(a, b)) != 0;
-}
-#else
-LLMX_INLINE bool any_over(F a, F b) {
-  const auto over = ~(a.v <= b.v);
-  int32_t lanes[LANES], any = 0;
-  __builtin_memcpy(lanes, &over, sizeof lanes);
-  for (int i = 0; i < LANES; ++i) any |= lanes[i];
-  return any != 0;
-}
-#endif
-
 LLMX_INLINE int64_t least_of(int64_t a, int64_t b) { return a < b ? a : b; }
 
 // The largest of [begin, end), the first of equal ones; the first that is no number, if there is one.
@@ -132,16 +114,60 @@ double mass_of(const Job& job, const Row& row, float largest) {
   return sum;
 }
 
+double sum_of(const double* w, int64_t count) {  // whole numbers: in any order
+  double sums[4] = {0};
+  int64_t i = 0;
+  for (; i + 4 <= count; i += 4)
+    for (int j = 0; j < 4; ++j) sums[j] += w[i + j];
+  for (; i < count; ++i) sums[0] += w[i];
+  return (sums[0] + sums[1]) + (sums[2] + sums[3]);
+}
+
+void range_of(const float* x, int64_t count, float& low, float& high) {
+  low = high = x[0];
+  int64_t i = 0;
+  if (count >= LANES) {
+    F lows = load(x), highs = lows;
+    for (i = LANES; i + LANES <= count; i += LANES) lows = least(load(x + i), lows), highs = most(load(x + i), highs);
+    low = -most_of(sub(zero(), lows)), high = most_of(highs);
+  }
+  for (; i < count; ++i) {
+    low = x[i] < low ? x[i] : low;
+    high = x[i] > high ? x[i] : high;
+  }
+}
+
+// Moves what is above the pivot to the front, with its weights; how many those are, and in `sum` what they weigh.
+int64_t part(float* x, double* w, int64_t count, float pivot, double& sum) {
+  int64_t larger = 0;
+  sum = 0;
+  if (w == nullptr) {
+    for (int64_t i = 0; i < count; ++i) {
+      const float v = x[i];
+      x[i] = x[larger], x[larger] = v;
+      larger += v > pivot;
+    }
+    sum = static_cast<double>(larger);
+    return larger;
+  }
+  for (int64_t i = 0; i < count; ++i) {
+    const float v = x[i];
+    const double weight = w[i];
+    x[i] = x[larger], x[larger] = v;
+    w[i] = w[larger], w[larger] = weight;
+    larger += v > pivot;
+  }
+  sum = sum_of(w, larger);
+  return larger;
+}
+
 // The smallest of x whose larger ones weigh less than `target` together; without `w` each weighs 1. Reorders x and w.
 // Each round halves the range of values or of their bits, and drops one side.
 float edge_of(float* x, double* w, int64_t count, double target) {
   double above = 0;
   for (int round = 0;; ++round) {
-    float low = x[0], high = x[0];
-    for (int64_t i = 1; i < count; ++i) {
-      low = x[i] < low ? x[i] : low;
-      high = x[i] > high ? x[i] : high;
-    }
+    float low, high;
+    range_of(x, count, low, high);
     if (low == high) return low;
     float pivot = low * 0.5f + high * 0.5f;
     if (round % 2) {
@@ -149,20 +175,8 @@ float edge_of(float* x, double* w, int64_t count, double target) {
       pivot = with_order(from + (order_of(high) - from) / 2);
     }
     if (!(pivot >= low && pivot < high)) pivot = low;
-    int64_t larger = 0;
-    double sum = 0;
-    for (int64_t i = 0; i < count; ++i) {
-      const float v = x[i];
-      const bool over = v > pivot;
-      x[i] = x[larger], x[larger] = v;
-      if (w != nullptr) {
-        const double weight = w[i];
-        w[i] = w[larger], w[larger] = weight;
-        sum += over ? weight : 0.0;
-      }
-      larger += over;
-    }
-    if (w == nullptr) sum = static_cast<double>(larger);
+    double sum;
+    const int64_t larger = part(x, w, count, pivot, sum);
     if (above + sum >= target) {
       count = larger;
     } else {
@@ -209,13 +223,9 @@ int64_t gather(const Job& job, const Row& row, float bound, float* to) {
 }
 
 double weigh_all(const Scratch& s, int64_t count, float largest) {
-  double sum = 0;
-  for (int64_t at = 0; at < count; at += LANES) {
-    for (int64_t i = count; i < at + LANES; ++i) s.x[i] = -INFINITE;
-    weigh(load(s.x + at), largest, s.w + at);
-    for (int64_t i = at; i < least_of(at + LANES, count); ++i) sum += s.w[i];
-  }
-  return sum;
+  for (int64_t i = count; i % LANES; ++i) s.x[i] = -INFINITE;
+  for (int64_t at = 0; at < count; at += LANES) weigh(load(s.x + at), largest, s.w + at);
+  return sum_of(s.w, count);
 }
 
 LLMX_INLINE double at_least_one(double target) { return target > 0.5 ? target : 0.5; }  // token stays
@@ -238,38 +248,57 @@ float truncated(const Job& job, const Row& row, float largest, const Scratch& s)
   }
   if (!(rule.top_p < 1.0f)) return edge;
   const double target = at_least_one(share * mass_of(job, row, largest));
-  for (int64_t looked = 32;; looked *= 16) {
-    float bound = bound_of(job, row, looked, s);
-    bound = bound > largest + NO_WEIGHT ? bound : largest + NO_WEIGHT;
+  const float floor = largest + NO_WEIGHT;
+  float bound = bound_of(job, row, least_of(32, job.chunks), s);
+  for (int step = 0;; ++step) {  // first a few, then as many as it takes
+    bound = bound > floor ? bound : floor;
     const int64_t count = gather(job, row, bound, s.x);
-    if (weigh_all(s, count, largest) >= target || looked > job.chunks)
-      return edge_of(s.x, s.w, count, target);
+    if (weigh_all(s, count, largest) >= target || bound == floor) return edge_of(s.x, s.w, count, target);
+    bound = step == 0 ? bound_of(job, row, least_of(512, job.chunks), s) : bound - static_cast<float>(1 << step);
   }
+}
+
+struct Noise {  // of some chunks, and what is no smaller than any of it
+  Block block[LANES];
+  float most[LANES];
+  bool needed[LANES];
+};
+
+// Only where a sum could reach `bound`. The bounds of all chunks are made at once: one alone is a long chain.
+void make_noise(const Job& job, const Row& row, int64_t begin, int64_t end, float bound, Noise& noise) {
+  const uint64_t seed = static_cast<uint64_t>(row.rule->seed);
+  const uint64_t position = static_cast<uint64_t>(job.positions[&row - job.row]);
+  for (int64_t c = 0; c < LANES; ++c) {
+    const float peak = begin + c < end ? row.peaks[begin + c] : -INFINITE;
+    noise.most[c] = 0.5f;
+    noise.needed[c] = begin + c < end && !(peak < row.edge || peak + MOST_NOISE < bound);
+    if (!noise.needed[c]) continue;
+    Block& block = noise.block[c];
+    block = random_bits(seed, position, 0, (begin + c) * CHUNK);
+    uint32_t highest[WIDTH] = {0}, high = 0;
+    for (int j = 0; j < 4; ++j)
+      for (int i = 0; i < WIDTH; ++i) highest[i] = block.word[j][i] > highest[i] ? block.word[j][i] : highest[i];
+    for (int i = 0; i < WIDTH; ++i) high = highest[i] > high ? highest[i] : high;
+    noise.most[c] = uniform(high);
+  }
+  gumbel(noise.most);
 }
 
 // The largest sum of logit and noise in some chunks. `bound`: the row has one that is no smaller.
 Best loudest(const Job& job, const Row& row, int64_t begin, int64_t end, float bound) {
   Best best{-INFINITE, -1};
-  const uint64_t seed = static_cast<uint64_t>(row.rule->seed);
-  const uint64_t position = static_cast<uint64_t>(job.positions[&row - job.row]);
+  Noise noise;
   for (int64_t c = begin; c < end; ++c) {
-    const float peak = row.peaks[c];
-    if (peak < row.edge || peak + MOST_NOISE < bound) continue;
-    const Block block = random_bits(seed, position, 0, c * CHUNK);
-    uint32_t highest[WIDTH] = {0}, high = 0;
-    for (int j = 0; j < 4; ++j)
-      for (int i = 0; i < WIDTH; ++i) highest[i] = block.word[j][i] > highest[i] ? block.word[j][i] : highest[i];
-    for (int i = 0; i < WIDTH; ++i) high = highest[i] > high ? highest[i] : high;
-    float noise[CHUNK], room[CHUNK];
-    for (int i = 0; i < LANES; ++i) noise[i] = uniform(high);
-    gumbel(noise);
-    if (peak + (noise[0] + SLACK) < bound) continue;
+    const int64_t at = (c - begin) % LANES;
+    if (at == 0) make_noise(job, row, c, end, bound, noise);
+    if (!noise.needed[at] || row.peaks[c] + (noise.most[at] + SLACK) < bound) continue;
+    float each[CHUNK], room[CHUNK];
     for (int i = 0; i < WIDTH; ++i)
-      for (int j = 0; j < 4; ++j) noise[4 * i + j] = uniform(block.word[j][i]);
-    for (int i = 0; i < CHUNK; i += LANES) gumbel(noise + i);
+      for (int j = 0; j < 4; ++j) each[4 * i + j] = uniform(noise.block[at].word[j][i]);
+    for (int i = 0; i < CHUNK; i += LANES) gumbel(each + i);
     const float* x = logits_of(job, row, c, room);
     for (int i = 0; i < CHUNK; ++i) {
-      const float score = x[i] + noise[i];
+      const float score = x[i] + each[i];
       if (!(x[i] < row.edge) && score > best.score) best = {score, c * CHUNK + i};
     }
     bound = best.score > bound ? best.score : bound;
