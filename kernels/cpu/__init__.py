@@ -14,7 +14,10 @@ KERNELS: dict[str, str] = {
     "draw_rule": "sample:Rule",
     **{op: f"linear:{op}" for op in ("linear_packed", "new_packed", "pack_codes", "pack_numbers", "unpack_linear")},
     **{op: f"attention:{op}" for op in ("plan_attention", "attention")},
-    **{op: f"rows:{op}" for op in ("rms_norm", "add_rms_norm", "rope_and_write", "silu_mul", "gelu_tanh_mul")},
+    **{op: f"rows:{op}" for op in ("rms_norm", "add_rms_norm", "norm_heads", "rope_and_write")},
+    **{op: f"rows:{op}" for op in ("silu_mul", "gelu_mul", "gelu_tanh_mul", "add_scaled", "take_rows", "join_columns")},
+    **{op: f"stored:{op}" for op in ("look_up", "can_look_up")},
+    "recorder": "recording:Recorder",
 }
 
 

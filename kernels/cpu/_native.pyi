@@ -106,7 +106,57 @@ def draw(
     threads: int,
     /,
 ) -> None: ...
-def gated(out: int, x: int, rows: int, inner: int, gelu: int, threads: int, /) -> None: ...
+def gated(out: int, x: int, rows: int, inner: int, kind: int, threads: int, /) -> None: ...
+def norm_heads(
+    out: int,
+    x: int,
+    rows: int,
+    width: int,
+    q_width: int,
+    k_width: int,
+    q_weight: int,
+    q_unit: int,
+    k_weight: int,
+    k_unit: int,
+    eps: float,
+    threads: int,
+    /,
+) -> None: ...
+def add_scaled(out: int, x: int, scale: float, y: int, count: int, threads: int, /) -> None: ...
+def copy_rows(
+    out: int,
+    out_stride: int,
+    x: int,
+    stride: int,
+    bytes: int,
+    index: int,
+    count: int,
+    rows: int,
+    threads: int,
+    /,
+) -> None: ...
+def widen(out: int, x: int, count: int, kind: int, threads: int, /) -> None: ...
+def narrow(out: int, x: int, count: int, threads: int, /) -> None: ...
+def look_up(
+    out: int,
+    stored: int,
+    row_bytes: int,
+    count: int,
+    ids: int,
+    rows: int,
+    hidden: int,
+    kind: int,
+    threads: int,
+    /,
+) -> None: ...
+
+class Recording:
+    def replay(self) -> None: ...
+    def __len__(self) -> int: ...
+
+def begin() -> None: ...
+def end() -> Recording: ...
+def inside() -> int: ...
 def isas() -> list[str]: ...
 def use(isa: str, /) -> None: ...
 def active() -> str: ...

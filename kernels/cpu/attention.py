@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,27 +17,48 @@ POOLS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 @dataclass(frozen=True)
 class Plan:
-    """What all layers of a KV group share in one step. All int64, contiguous."""
+    """What all layers of a KV group share in one step. All int64, contiguous.
 
-    units: Tensor  # (units, 3): first token, tokens, row
+    A lasting plan serves later batches of the same shape, whose tensors lie where this batch's lie. It has as many
+    units as the batch has tokens, so that it has room for any sharing out of the tokens among the rows.
+    """
+
+    units: Tensor  # (units, 3): first token, tokens, row; no tokens: nothing to do
     prefix: Tensor  # (tokens,) logical slots that each sees
     table: Tensor  # (rows, blocks)
     size: int
     base: Tensor  # (rows,) first draft slot
     paths: Tensor | None  # (tokens, depth) draft nodes above a token and itself
 
+    def refill(self, batch: Any) -> None:
+        """Make a lasting plan that of another batch, with as many tokens, rows, and paths as deep."""
+        units = self.units.numpy()
+        found = _units(batch)
+        units[: len(found)], units[len(found) :] = found, 0
 
-def plan_attention(batch: Any, group: int, window: int | None) -> Plan:
+
+def plan_attention(batch: Any, group: int, window: int | None, *, lasting: bool = False) -> Plan:
     """Which queries see which slots. `batch` is a llmx.batch.Batch. A token of a draft tree has keys of its own."""
+    units, paths = _units(batch), None if batch.paths is None else batch.paths.contiguous()
+    if lasting:
+        units = np.concatenate([units, np.zeros((len(batch.tokens) - len(units), 3), np.int64)])
+    table = batch.tables[group].contiguous()
+    return Plan(
+        torch.from_numpy(units), batch.prefix.contiguous(), table, batch.size, batch.base.contiguous(), paths
+    )
+
+
+def _units(batch: Any) -> np.ndarray:
+    if max(batch.lengths, default=0) == 1:
+        rows = np.arange(len(batch.lengths))
+        return np.stack([rows, np.ones_like(rows), rows], 1)
     units, at = [], 0
     for row, (length, count) in enumerate(zip(batch.lengths, batch.counts, strict=True)):
         shared = length if batch.paths is None else count
         units += [(at + i, min(TOGETHER, shared - i), row) for i in range(0, shared, TOGETHER)]
         units += [(token, 1, row) for token in range(at + shared, at + length)]
         at += length
-    paths = None if batch.paths is None else batch.paths.contiguous()
-    table = batch.tables[group].contiguous()
-    return Plan(torch.tensor(units), batch.prefix.contiguous(), table, batch.size, batch.base.contiguous(), paths)
+    return np.array(units, np.int64)
 
 
 def attention(

@@ -31,8 +31,19 @@
                  const float* logits, int64_t stride, int64_t rows, int64_t vocab, const uint8_t* rules, \
                  const int64_t* index, const int64_t* positions, const int64_t* path, int64_t width,     \
                  const int64_t* masked, int64_t masks, const uint8_t* mask, int32_t threads))            \
-  OP(isa, gated, (float* out, const float* x, int64_t rows, int64_t inner, int32_t gelu,                 \
-                  int32_t threads))
+  OP(isa, gated, (float* out, const float* x, int64_t rows, int64_t inner, int32_t kind,                 \
+                  int32_t threads))                                                                      \
+  OP(isa, norm_heads, (float* out, const float* x, int64_t rows, int64_t width, int64_t q_width,         \
+                       int64_t k_width, const float* q_weight, int64_t q_unit, const float* k_weight,    \
+                       int64_t k_unit, float eps, int32_t threads))                                      \
+  OP(isa, add_scaled, (float* out, const float* x, float scale, const float* y, int64_t count,           \
+                       int32_t threads))                                                                 \
+  OP(isa, copy_rows, (uint8_t* out, int64_t out_stride, const uint8_t* x, int64_t stride, int64_t bytes, \
+                      const int64_t* index, int64_t count, int64_t rows, int32_t threads))               \
+  OP(isa, widen, (float* out, const uint8_t* x, int64_t count, int32_t kind, int32_t threads))           \
+  OP(isa, narrow, (uint8_t* out, const float* x, int64_t count, int32_t threads))                        \
+  OP(isa, look_up, (float* out, const uint8_t* stored, int64_t row_bytes, int64_t count,                 \
+                    const int64_t* ids, int64_t rows, int64_t hidden, int32_t kind, int32_t threads))
 
 #if defined(__x86_64__)  // the same list as in CMakeLists.txt, worst first
 #define LLMX_ISAS(X) X(portable) X(avx2) X(avx512)

@@ -1,5 +1,5 @@
-// What works on one row at a time: norms, rotary positions with the write to the cache, gated activations.
-// kernels/reference/{norm,rope,activation}.py define them. All in float32; a row does not see its neighbours.
+// What works on one row at a time: norms, rotary positions with the write to the cache, gated activations, sums,
+// copies. kernels/reference/{norm,rope,activation,rows}.py define them. All in float32; a row does not see its neighbours.
 #include "ops.h"
 #include "runtime/pool.h"
 #include "simd.h"
@@ -55,10 +55,24 @@ struct Norm {
   float eps;
 };
 
+// weight * x / root of the mean square
+LLMX_INLINE void norm_into(float* out, const float* x, const float* weight, int64_t width, float eps) {
+  F squares = zero();
+  runs(width, [&](int64_t at, int count) __attribute__((always_inline)) {
+    const F v = load_some(x + at, count);
+    squares = fma(v, v, squares);
+  });
+  const float mean = sum_of(squares) / static_cast<float>(width);
+  const F scale = all(1.0f / __builtin_sqrtf(mean + eps));
+  runs(width, [&](int64_t at, int count) __attribute__((always_inline)) {
+    const F scaled = mul(load_some(x + at, count), scale);
+    store_some(out + at, mul(scaled, load_some(weight + at, count)), count);
+  });
+}
+
 void norm_row(void* context, int64_t row) {
   const Norm& n = *static_cast<const Norm*>(context);
   const float* x = n.x + row * n.hidden;
-  F squares = zero();
   if (n.residual != nullptr) {
     float* total = n.total + row * n.hidden;
     runs(n.hidden, [&](int64_t at, int count) __attribute__((always_inline)) {
@@ -66,15 +80,91 @@ void norm_row(void* context, int64_t row) {
     });
     x = total;
   }
-  runs(n.hidden, [&](int64_t at, int count) __attribute__((always_inline)) {
-    const F v = load_some(x + at, count);
-    squares = fma(v, v, squares);
+  norm_into(n.out + row * n.hidden, x, n.weight, n.hidden, n.eps);
+}
+
+struct Heads {
+  float* out;
+  const float* x;
+  int64_t width, q_width, k_width;
+  const float* q_weight;
+  int64_t q_unit;
+  const float* k_weight;
+  int64_t k_unit;
+  float eps;
+};
+
+void heads_row(void* context, int64_t row) {
+  const Heads& h = *static_cast<const Heads*>(context);
+  const float* x = h.x + row * h.width;
+  float* out = h.out + row * h.width;
+  int64_t at = 0;
+  for (; at < h.q_width; at += h.q_unit) norm_into(out + at, x + at, h.q_weight, h.q_unit, h.eps);
+  for (; at < h.q_width + h.k_width; at += h.k_unit) norm_into(out + at, x + at, h.k_weight, h.k_unit, h.eps);
+  __builtin_memcpy(out + at, x + at, static_cast<uint64_t>(h.width - at) * sizeof(float));
+}
+
+struct Copy {
+  uint8_t* out;
+  int64_t out_stride;
+  const uint8_t* x;
+  int64_t stride, bytes;
+  const int64_t* index;
+  int64_t count;
+};
+
+void copy_row(void* context, int64_t row) {
+  const Copy& c = *static_cast<const Copy*>(context);
+  int64_t from = row;
+  if (c.index != nullptr) from = c.index[row] < 0 ? 0 : c.index[row] < c.count ? c.index[row] : c.count - 1;
+  __builtin_memcpy(c.out + row * c.out_stride, c.x + from * c.stride, static_cast<uint64_t>(c.bytes));
+}
+
+constexpr int64_t PIECE = 1024;  // numbers that elementwise work takes at once, as if they were a row
+
+struct Flat {
+  uint8_t* out;
+  const uint8_t* x;
+  const float* y;
+  int64_t count;
+  float scale;
+  int32_t kind;  // 1 float16, 2 bfloat16
+};
+
+LLMX_INLINE int64_t end_of(const Flat& f, int64_t piece) {
+  return (piece + 1) * PIECE < f.count ? (piece + 1) * PIECE : f.count;
+}
+
+void add_piece(void* context, int64_t piece) {
+  const Flat& f = *static_cast<const Flat*>(context);
+  const int64_t from = piece * PIECE;
+  const float *x = reinterpret_cast<const float*>(f.x) + from, *y = f.y == nullptr ? nullptr : f.y + from;
+  float* out = reinterpret_cast<float*>(f.out) + from;
+  runs(end_of(f, piece) - from, [&](int64_t at, int count) __attribute__((always_inline)) {
+    const F scaled = mul(load_some(x + at, count), all(f.scale));  // by 1 it stays as it is
+    store_some(out + at, y == nullptr ? scaled : add(scaled, load_some(y + at, count)), count);
   });
-  const float mean = sum_of(squares) / static_cast<float>(n.hidden);
-  const F scale = all(1.0f / __builtin_sqrtf(mean + n.eps));
-  runs(n.hidden, [&](int64_t at, int count) __attribute__((always_inline)) {
-    const F scaled = mul(load_some(x + at, count), scale);
-    store_some(n.out + row * n.hidden + at, mul(scaled, load_some(n.weight + at, count)), count);
+}
+
+void widen_piece(void* context, int64_t piece) {
+  const Flat& f = *static_cast<const Flat*>(context);
+  const int64_t from = piece * PIECE;
+  float* out = reinterpret_cast<float*>(f.out) + from;
+  runs(end_of(f, piece) - from, [&](int64_t at, int count) __attribute__((always_inline)) {
+    uint16_t lanes[LANES] = {0};
+    __builtin_memcpy(lanes, f.x + 2 * (from + at), static_cast<uint64_t>(count) * 2);
+    store_some(out + at, f.kind == 1 ? load_half(lanes) : load_bfloat(lanes), count);
+  });
+}
+
+void narrow_piece(void* context, int64_t piece) {
+  const Flat& f = *static_cast<const Flat*>(context);
+  const int64_t from = piece * PIECE;
+  const float* x = reinterpret_cast<const float*>(f.x) + from;
+  runs(end_of(f, piece) - from, [&](int64_t at, int count) __attribute__((always_inline)) {
+    uint16_t lanes[LANES];
+    store_bfloat(lanes, load_some(x + at, count));
+    __builtin_memcpy(f.out + 2 * (from + at), lanes, static_cast<uint64_t>(count) * 2);
   });
 }
 
@@ -124,14 +214,28 @@ struct Gate {
   int64_t inner;
 };
 
-template <bool GELU>
+// 1 + erf(x / root of 2), from the C library: no family that is common here asks for it
+LLMX_INLINE F erf_and_one(F x) {
+  float lanes[LANES];
+  store(lanes, mul(x, all(0.70710678f)));
+  for (float& lane : lanes) lane = 1.0f + __builtin_erff(lane);
+  return load(lanes);
+}
+
+enum { SILU, GELU_TANH, GELU };
+
+template <int KIND>
 void gate_row(void* context, int64_t row) {
   const Gate& g = *static_cast<const Gate*>(context);
   const float *gate = g.x + row * 2 * g.inner, *up = gate + g.inner;
   runs(g.inner, [&](int64_t i, int count) __attribute__((always_inline)) {
     const F x = load_some(gate + i, count), one = all(1.0f);
     F z = x;
-    if constexpr (GELU) {  // 1 + tanh(u) is 2 / (1 + e^-2u), without the cancellation
+    if constexpr (KIND == GELU) {
+      const F whole = mul(mul(all(0.5f), x), erf_and_one(x));
+      return store_some(g.out + row * g.inner + i, mul(whole, load_some(up + i, count)), count);
+    }
+    if constexpr (KIND == GELU_TANH) {  // 1 + tanh(u) is 2 / (1 + e^-2u), without the cancellation
       const F cubed = mul(mul(mul(all(0.044715f), x), x), x);
       z = mul(all(2.0f * 0.7978845608f), add(x, cubed));
     }
@@ -155,9 +259,38 @@ void rope_and_write(float* q, const float* qkv, int64_t rows, uint8_t* keys, uin
   each_row(rope_row, &r, rows, (heads + 2 * kv_heads) * dim, threads);
 }
 
-void gated(float* out, const float* x, int64_t rows, int64_t inner, int32_t gelu, int32_t threads) {
+void gated(float* out, const float* x, int64_t rows, int64_t inner, int32_t kind, int32_t threads) {
   Gate g{out, x, inner};
-  each_row(gelu ? gate_row<true> : gate_row<false>, &g, rows, inner, threads);
+  each_row(kind == SILU ? gate_row<SILU> : kind == GELU ? gate_row<GELU> : gate_row<GELU_TANH>, &g, rows, inner,
+           threads);
+}
+
+void norm_heads(float* out, const float* x, int64_t rows, int64_t width, int64_t q_width, int64_t k_width,
+                const float* q_weight, int64_t q_unit, const float* k_weight, int64_t k_unit, float eps,
+                int32_t threads) {
+  Heads h{out, x, width, q_width, k_width, q_weight, q_unit, k_weight, k_unit, eps};
+  each_row(heads_row, &h, rows, width, threads);
+}
+
+void add_scaled(float* out, const float* x, float scale, const float* y, int64_t count, int32_t threads) {
+  Flat f{reinterpret_cast<uint8_t*>(out), reinterpret_cast<const uint8_t*>(x), y, count, scale, 0};
+  each_row(add_piece, &f, (count + PIECE - 1) / PIECE, PIECE, threads);
+}
+
+void copy_rows(uint8_t* out, int64_t out_stride, const uint8_t* x, int64_t stride, int64_t bytes, const int64_t* index,
+               int64_t count, int64_t rows, int32_t threads) {
+  Copy c{out, out_stride, x, stride, bytes, index, count};
+  each_row(copy_row, &c, rows, bytes / 4 + 1, threads);
+}
+
+void widen(float* out, const uint8_t* x, int64_t count, int32_t kind, int32_t threads) {
+  Flat f{reinterpret_cast<uint8_t*>(out), x, nullptr, count, 1.0f, kind};
+  each_row(widen_piece, &f, (count + PIECE - 1) / PIECE, PIECE, threads);
+}
+
+void narrow(uint8_t* out, const float* x, int64_t count, int32_t threads) {
+  Flat f{out, reinterpret_cast<const uint8_t*>(x), nullptr, count, 1.0f, 2};
+  each_row(narrow_piece, &f, (count + PIECE - 1) / PIECE, PIECE, threads);
 }
 
 }  // namespace LLMX_ISA

@@ -18,3 +18,16 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     """The norm of x + residual, and that sum, both (rows, hidden) in x's dtype."""
     total = x + residual
     return rms_norm(total, weight, eps), total
+
+
+def norm_heads(qkv: Tensor, q_width: int, k_width: int, q_weight: Tensor, k_weight: Tensor, eps: float) -> Tensor:
+    """qkv (rows, width) -> the same with the first q_width columns and the next k_width normed, the rest as it was.
+
+    Each norm goes over as many columns as its weight has: a head, or all of them.
+    """
+    q, k, v = qkv.split([q_width, k_width, qkv.shape[1] - q_width - k_width], 1)
+    q, k = (
+        rms_norm(part.reshape(-1, len(weight)), weight, eps).view_as(part)
+        for part, weight in ((q, q_weight), (k, k_weight))
+    )
+    return torch.cat([q, k, v], 1)

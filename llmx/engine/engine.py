@@ -15,6 +15,7 @@ from llmx.cache.blocks import BlockManager, GroupShape
 from llmx.cache.pools import Cache, windows_of
 from llmx.core import Landed, Logprob, Request, Row, Sequence
 from llmx.engine.constraints import Grammars
+from llmx.engine.graph import Graphs
 from llmx.errors import UsageError
 from llmx.sampler import Draws, draw, likeliest
 from llmx.scheduler import Limits, Scheduler
@@ -84,6 +85,7 @@ class Engine:
         self.cache = Cache(
             every, len(specs), blocks, size, tap_dim=tap_dim, dtype=kv_dtype, device=device, poison=poison
         )
+        self.graphs = Graphs(model, self.cache)
         self.lent = Lent(model, self.cache, model.kernels)
         self.grammars = Grammars(tokenizer, model.config.vocab)
         self.flight: Decided | None = None
@@ -115,7 +117,7 @@ class Engine:
         drafts = self.drafter.propose(tips, self.lent)
         batch = build(tips, drafts)
         self.computed_last = len(batch.tokens)
-        hidden, taps = self.model.forward(batch, self.cache, taps=self.drafter.needs.taps)
+        hidden, taps = self.graphs.forward(batch, self.drafter.needs.taps)
         return Launched(rows, drafts, batch, hidden, taps)
 
     def decide(self, step: Launched) -> Decided:

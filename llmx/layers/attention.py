@@ -26,11 +26,13 @@ class Forward:
     cache: Cache
     turns: Mapping[RopeConfig, tuple[Tensor, Tensor]]
     plans: dict[int, Any] = field(default_factory=dict)
+    lasting: bool = False  # plans serve later batches of the same shape too, refilled
 
     def plan(self, make: Callable[..., Any], layer: int) -> Any:
         group = self.cache.group[layer]
         if group not in self.plans:
-            self.plans[group] = make(self.batch, group, self.cache.windows[group])
+            options = {"lasting": True} if self.lasting else {}
+            self.plans[group] = make(self.batch, group, self.cache.windows[group], **options)
         return self.plans[group]
 
 
@@ -59,7 +61,7 @@ class Attention:
         self.qkv, self.out, self.index, self.heads, self.group = qkv, out, index, heads, group
         self.scale, self.cap, self.rope, self.norms = scale, cap, rope, norms
         self._write, self._plan = kernels.get("rope_and_write"), kernels.get("plan_attention")
-        self._attend = kernels.get("attention")
+        self._attend, self._norm_heads = kernels.get("attention"), kernels.get("norm_heads")
 
     def __call__(self, x: Tensor, step: Forward) -> Tensor:
         """(rows, hidden) -> (rows, hidden)"""
@@ -75,15 +77,18 @@ class Attention:
     def _normed(self, qkv: Tensor, head_dim: int) -> Tensor:
         if self.norms is None:
             return qkv
-        kv_heads = (qkv.shape[1] // head_dim - self.heads) // 2
-        q, k, v = qkv.split([self.heads * head_dim, kv_heads * head_dim, kv_heads * head_dim], 1)
-        return torch.cat([self._norm(q, self.norms[0]), self._norm(k, self.norms[1]), v], 1)
+        first, second = self.norms
+        q_width = self.heads * head_dim
+        k_width = (qkv.shape[1] - q_width) // 2
+        if len(first.weight) <= q_width and len(second.weight) <= k_width:
+            normed: Tensor = self._norm_heads(qkv, q_width, k_width, first.weight, second.weight, first.eps)
+            return normed
+        q, k, v = qkv.split([q_width, k_width, k_width], 1)
+        return torch.cat([self._norm(q, first), self._norm(k, second), v], 1)
 
     def _norm(self, part: Tensor, norm: RMSNorm) -> Tensor:
-        """Over each head, or over all heads of all ranks, as wide as the weight is."""
+        """Over all heads of all ranks."""
         width, size = len(norm.weight), self.group.size
-        if width <= part.shape[1]:
-            return norm(part.reshape(-1, width)).view_as(part)
         copies = part.shape[1] * size // width  # ranks that share a key head each hold a copy of it
         whole = self.group.gather(part).unflatten(1, (size, -1))[:, ::copies].flatten(1)
         place = self.group.rank // copies * part.shape[1]

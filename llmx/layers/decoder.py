@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,25 +47,31 @@ class Block:
         gate_up = weights.column(parts, shape.hidden)
         down = weights.row(f"{name}.mlp.down_proj", shape.hidden, shape.inner)
         self.mlp = GatedMLP(gate_up, down, shape.activation, kernels, group)
+        self._add_scaled = kernels.get("add_scaled")
 
     def __call__(self, x: Tensor, step: Forward) -> Tensor:
         """(rows, hidden) -> (rows, hidden)"""
         added = self.attention(x if self.before_attention is None else self.before_attention(x), step)
         if self.after_attention is not None:
             added = self.after_attention(added)
-        added = self._scaled(added)
         if self.before_mlp is None:
-            x = x + added
+            x = self._add(added, x)
             added = self.mlp(x)
         else:
-            normed, x = self.before_mlp.add(added, x)
+            normed, x = self.before_mlp.add(self._scaled(added), x)
             added = self.mlp(normed)
         if self.after_mlp is not None:
             added = self.after_mlp(added)
-        return self._scaled(added) + x
+        return self._add(added, x)
 
     def _scaled(self, added: Tensor) -> Tensor:
-        return added if self.shape.residual_scale == 1.0 else added * self.shape.residual_scale
+        scale = self.shape.residual_scale
+        scaled: Tensor = added if scale == 1.0 else self._add_scaled(added, scale, None)
+        return scaled
+
+    def _add(self, added: Tensor, x: Tensor) -> Tensor:
+        total: Tensor = self._add_scaled(added, self.shape.residual_scale, x)
+        return total
 
     def _norm(self, part: str, weights: Weights, kernels: Kernels) -> RMSNorm:
         weight = weights.vector(f"model.layers.{self.index}.{part}", self.shape.hidden)
@@ -124,8 +131,11 @@ class Decoder:
         self.config, self.kernels, self.group = shape, kernels, group or Alone()
         self.specs = shape.specs(self.group.size)
         self.embedding = weights.embedding("model.embed_tokens", shape.vocab, shape.hidden)
+        # the factor is rounded to the model's dtype
+        self._embedding_scale = torch.tensor(shape.embedding_scale, dtype=self.embedding.dtype).item()
+        self._add_scaled, self._join = kernels.get("add_scaled"), kernels.get("join_columns")
         rules = {rule for i in range(shape.layers) if (rule := shape.rope_of(i)) is not None}
-        self.ropes = {rule: Rope(rule, length, device) for rule in rules}
+        self.ropes = {rule: Rope(rule, length, device, kernels) for rule in rules}
         self.layers = [Block(shape, i, weights, kernels, self.group) for i in range(shape.layers)]
         self.final = norm_of(shape, weights.vector("model.norm", shape.hidden), kernels)
         self.output = weights.head(
@@ -135,11 +145,7 @@ class Decoder:
     def embed(self, tokens: Tensor) -> Tensor:
         """(rows,) -> (rows, hidden)"""
         x = self.group.sum(self.embedding(tokens))
-        if self.config.embedding_scale == 1.0:
-            return x
-        return x * torch.tensor(
-            self.config.embedding_scale, dtype=x.dtype
-        )  # the factor is rounded to the model's dtype
+        return x if self._embedding_scale == 1.0 else self._add_scaled(x, self._embedding_scale, None)
 
     def norm(self, x: Tensor) -> Tensor:
         """(rows, hidden) -> (rows, hidden)"""
@@ -155,14 +161,24 @@ class Decoder:
         return logits
 
     def forward(
-        self, batch: Batch, cache: Cache, *, taps: tuple[int, ...] = (), layers: Iterable[int] | None = None
+        self,
+        batch: Batch,
+        cache: Cache,
+        *,
+        taps: tuple[int, ...] = (),
+        layers: Iterable[int] | None = None,
+        plans: dict[int, Any] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Hidden after the norm (T, hidden), and taps (T, len(taps) * hidden): i is layer i's input, -1 the hidden."""
+        """Hidden after the norm (T, hidden), and taps (T, len(taps) * hidden): i is layer i's input, -1 the hidden.
+
+        plans: gets the attention plans of this pass by KV group, made so that they can be refilled for another batch
+        of the same shape.
+        """
         turns = {rule: rope.at(batch.positions) for rule, rope in self.ropes.items()}
-        step = Forward(batch, cache, turns)
+        step = Forward(batch, cache, turns) if plans is None else Forward(batch, cache, turns, plans, lasting=True)
         x, seen = self.embed(batch.tokens), {}
         for i in range(len(self.layers)) if layers is None else layers:
             seen[i] = x
             x = self.layers[i](x, step)
         x = seen[-1] = self.norm(x)
-        return x, torch.cat([seen[i] for i in taps], -1) if taps else x[:, :0]
+        return x, self._join([seen[i] for i in taps]) if taps else x[:, :0]

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from llmx.schemes.base import Scheme, Tensors
+from llmx.schemes.base import KernelTable, Scheme, Tensors
 
 
 class Embedding:
@@ -27,9 +27,16 @@ class Embedding:
         first: int,
         rows: int,
         whole: bool,
+        hidden: int,
+        kernels: KernelTable,
     ) -> None:
         self.scheme, self.tensors, self.axes, self.dtype = scheme, tensors, axes, dtype
-        self.first, self.rows, self.whole = first, rows, whole
+        self.first, self.rows, self.whole, self.hidden = first, rows, whole, hidden
+        self._kind = scheme.row_kind(tensors)
+        self._read = None
+        rows = [t for t in tensors.values() if t.is_contiguous()]
+        if self._kind and rows and kernels.has("look_up") and kernels.get("can_look_up")(self._kind):
+            self._read = kernels.get("look_up")
 
     def __call__(self, ids: Tensor) -> Tensor:
         if self.whole:
@@ -39,4 +46,7 @@ class Embedding:
         return self._look_up(local.where(inside, 0)).where(inside[:, None], 0.0)
 
     def _look_up(self, ids: Tensor) -> Tensor:
+        if self._read is not None:
+            found: Tensor = self._read(self.tensors["weight"], self._kind, ids, self.hidden, self.dtype)
+            return found
         return self.scheme.unpack({k: t.index_select(self.axes[k], ids) for k, t in self.tensors.items()}, self.dtype)

@@ -11,6 +11,7 @@ from torch import Tensor
 from llmx.errors import UsageError
 from llmx.formats.fields import Fields
 from llmx.formats.gguf import Gguf
+from llmx.kernels import Kernels
 
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
@@ -85,15 +86,15 @@ def _yarn_ramp(config: RopeConfig) -> Tensor:
 class Rope:
     """cos and sin for every position below `length`: tables (length, rotated / 2) f32 on the device."""
 
-    def __init__(self, config: RopeConfig, length: int, device: torch.device) -> None:
+    def __init__(self, config: RopeConfig, length: int, device: torch.device, kernels: Kernels) -> None:
         angles = torch.outer(torch.arange(length, dtype=torch.float64), frequencies(config, length))
         cos, sin = angles.cos() * config.magnitude, angles.sin() * config.magnitude
         self.cos, self.sin = cos.float().to(device), sin.float().to(device)
+        self._take = kernels.get("take_rows")
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """(rows, rotated / 2) each. Positions past the table (guesses of a step in flight) are clamped."""
-        positions = positions.clamp(max=len(self.cos) - 1)
-        return self.cos[positions], self.sin[positions]
+        return self._take(self.cos, positions), self._take(self.sin, positions)
 
 
 def rope_from_hf(

@@ -228,6 +228,10 @@ class Scheme(ABC):
     def unpack(self, tensors: Tensors, dtype: torch.dtype) -> Tensor:
         """The weights, (..., n_out, n_in): this defines the scheme. Computed in float32, then rounded to `dtype`."""
 
+    def row_kind(self, tensors: Tensors) -> str | None:
+        """The kind that the rows of `weight`, which is all that is stored, are; None: they are no such plain rows."""
+        return None
+
     def pack(self, weight: Tensor, kind: str) -> dict[str, Tensor]:
         """Float weights (..., n_out, n_in) as stored tensors whose weights have kind `kind`. UsageError if it can't."""
         raise UsageError(f"llmx reads weights stored as {kind}, but has no quantizer that makes them.")

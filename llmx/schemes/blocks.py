@@ -70,6 +70,9 @@ class BlockScheme(Scheme):
         row = Axis(Kind.IN, self.block_bytes, self.size)
         return {"weight": (Axis(Kind.EXPERT), Axis(Kind.OUT), row)[-len(stored["weight"].shape) :]}
 
+    def row_kind(self, tensors: Tensors) -> str | None:
+        return self.kind
+
     def unpack(self, tensors: Tensors, dtype: torch.dtype) -> Tensor:
         weight = tensors["weight"]
         values = self.unpack_blocks(weight.reshape(-1, self.block_bytes))

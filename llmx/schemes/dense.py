@@ -31,6 +31,9 @@ class Dense(Scheme):
     def axes(self, stored: Mapping[str, Stored]) -> Layout:
         return {"weight": (Axis(Kind.EXPERT), Axis(Kind.OUT), Axis(Kind.IN))[-len(stored["weight"].shape) :]}
 
+    def row_kind(self, tensors: Tensors) -> str | None:
+        return next(kind for kind, dtype in DTYPES.items() if dtype == tensors["weight"].dtype)
+
     def unpack(self, tensors: Tensors, dtype: torch.dtype) -> Tensor:
         return tensors["weight"].to(dtype)
 

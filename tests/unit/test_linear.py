@@ -86,13 +86,16 @@ def test_a_linear_asserts_the_width_of_its_input() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_embedding_row_is_the_unpacked_row(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("forced", ["reference", None])
+def test_an_embedding_row_is_the_unpacked_row(dtype: torch.dtype, forced: str | None) -> None:
+    place = {"hidden": 64, "kernels": Kernels("cpu", forced)}
     packed = Q8_0.pack(randn(20, 64), "Q8_0")
     rows = Q8_0.unpack(packed, dtype)
     ids = torch.tensor([19, 0, 7, 7])
-    whole = Embedding(Q8_0, packed, {"weight": 0}, dtype, first=0, rows=20, whole=True)
+    whole = Embedding(Q8_0, packed, {"weight": 0}, dtype, first=0, rows=20, whole=True, **place)
     assert torch.equal(whole(ids), rows[ids])
     assert whole(ids).dtype == dtype
-    part = Embedding(Q8_0, {"weight": packed["weight"][5:10]}, {"weight": 0}, dtype, first=5, rows=5, whole=False)
+    upper = {"weight": packed["weight"][5:10]}
+    part = Embedding(Q8_0, upper, {"weight": 0}, dtype, first=5, rows=5, whole=False, **place)
     assert torch.equal(part(ids), torch.stack([rows[0] * 0, rows[0] * 0, rows[7], rows[7]]))
     assert part(ids).dtype == dtype

@@ -1,0 +1,128 @@
+"""Runs a function once and keeps the native ops that it called, to call them again with no Python in between.
+
+What a recorded op reads and writes stays where it is. While recording, torch's allocations come from an arena that all
+recordings share: memory that is free again serves the ops that follow, of this recording and of the next ones, since
+only one of them runs at a time. Any torch op that computes something would be missing in a replay: such a function is
+run, and not recorded.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from llmx.kernels.cpu import native
+
+T = TypeVar("T")
+ALIGNMENT = 64
+ALLOCATIONS = {"aten::empty", "aten::empty_like", "aten::new_empty"}
+CONSTANTS = {"aten::lift_fresh"}  # torch.tensor of host numbers
+
+
+class Arena:
+    """Memory in pieces. A piece is free again when no tensor lies in it any more."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._free: dict[int, list[np.ndarray]] = {}  # by size
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """An uninitialised contiguous tensor."""
+        size = max(ALIGNMENT, -(-math.prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT)
+        fitting = min((n for n, pieces in self._free.items() if pieces and size <= n <= 2 * size), default=None)
+        if fitting is None:
+            memory = np.empty(size + ALIGNMENT, np.uint8)
+            memory = memory[-memory.ctypes.data % ALIGNMENT :][:size]
+            self.bytes += size
+        else:
+            memory = self._free[fitting].pop()
+        lent = memory[:]  # torch keeps this view while a tensor lies in it
+        weakref.finalize(lent, self._free.setdefault(len(memory), []).append, memory)
+        return torch.from_numpy(lent)[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+
+
+class Recorded:
+    """Op calls, and what they read and write besides the tensors of `held`: weights and caches, which others hold."""
+
+    def __init__(self, calls: Any, held: list[Tensor]) -> None:
+        self._calls, self._held = calls, held
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    def replay(self) -> None:
+        """All ops once more, in one native call. Their results lie where they lay before."""
+        self._calls.replay()
+
+
+class Recorder:
+    """Recordings that share an arena. `refused`: the torch op that kept the last function from being recorded."""
+
+    def __init__(self) -> None:
+        self.arena = Arena()
+        self.refused: str | None = None
+
+    def record(self, run: Callable[[], T]) -> tuple[T, Recorded | None]:
+        """What `run` gives, and its recording; None if it cannot be recorded.
+
+        The caller keeps the tensors that `run` reads and gives back.
+        """
+        library = native()
+        assert library is not None, "the table offers this only where the library is built"
+        watch = _Watch(self.arena)
+        library.begin()
+        try:
+            with watch:
+                result = run()
+        finally:
+            calls = library.end()
+        self.refused = watch.refused
+        return result, None if watch.refused else Recorded(calls, watch.held)
+
+
+class _Watch(TorchDispatchMode):
+    def __init__(self, arena: Arena) -> None:
+        super().__init__()
+        self.arena, self.refused = arena, None
+        self.held: list[Tensor] = []
+
+    refused: str | None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func._schema.name
+        if name in ALLOCATIONS and (shape := _plain(name, args, kwargs)) is not None:
+            return self.arena.empty(*shape)
+        if func.is_view or name in CONSTANTS:
+            result = func(*args, **kwargs)
+            if name in CONSTANTS:
+                self.held.append(result)
+            return result
+        with self:
+            result = func.decompose(*args, **kwargs)  # ops made of others reach here whole in inference mode
+        if result is not NotImplemented:
+            return result
+        self.refused = self.refused or name
+        return func(*args, **kwargs)
+
+
+def _plain(name: str, args: Any, kwargs: Any) -> tuple[tuple[int, ...], torch.dtype] | None:
+    """Shape and dtype of an ordinary new tensor on the CPU; None if it is anything else."""
+    if kwargs.get("device") not in (None, torch.device("cpu")) or kwargs.get("pin_memory"):
+        return None
+    if kwargs.get("layout") not in (None, torch.strided):
+        return None
+    dtype = kwargs.get("dtype")
+    if name == "aten::empty":
+        return tuple(args[0]), dtype or torch.get_default_dtype()
+    like = args[0]
+    if like.device.type != "cpu" or (name == "aten::empty_like" and not like.is_contiguous()):
+        return None
+    return tuple(like.shape if name == "aten::empty_like" else args[1]), dtype or like.dtype

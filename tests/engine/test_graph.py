@@ -1,0 +1,203 @@
+"""Forwards that are recorded and replayed give the bits of those that are not, whatever the batch."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from engine.common import CPU, KINDS, LENGTH, STD, VOCAB, Truth, Watched, engine, expect, few, key_of, requests, said
+from engine.common import model as reference_model
+from engine.drafters import Replay
+from tiny_models import every_tiny, load
+
+from llmx.batch import Batch
+from llmx.core import Request, SamplingParams
+from llmx.engine import graph
+from llmx.engine.graph import Graphs
+from llmx.kernels import Kernels, cpu
+from llmx.loading import RandomWeights
+from llmx.models.llama import Model
+
+pytestmark = pytest.mark.skipif(not cpu.available(), reason=f"cpu kernels: {cpu.describe()}")
+each_model = pytest.mark.parametrize(("windows", "dtype"), KINDS, ids=[f"{n}-{str(d)[6:]}" for n, d in KINDS])
+
+
+class Compared(Graphs):
+    """Each forward once more without a graph: it writes the same to the cache, and must give the same."""
+
+    compared = 0
+
+    def forward(self, batch: Batch, taps: tuple[int, ...] = ()) -> tuple[torch.Tensor, torch.Tensor]:
+        before = self.replays
+        found = super().forward(batch, taps)
+        if self.replays > before:
+            written = [pool.clone() for pool in (*self.cache.keys, *self.cache.values)]
+            for got, want in zip(found, self._eager(batch, taps), strict=True):
+                assert torch.equal(got, want)
+            for got, want in zip(written, (*self.cache.keys, *self.cache.values), strict=True):
+                assert torch.equal(got[:, 1:].isnan(), want[:, 1:].isnan())
+                assert torch.equal(got[:, 1:].nan_to_num(), want[:, 1:].nan_to_num())
+            self.compared += 1
+        return found
+
+
+@cache
+def native(windows: str, dtype: torch.dtype) -> Model:
+    """The tests' tiny model on the C++ kernels."""
+    config, kernels = reference_model(windows, dtype).config, Kernels("cpu")
+    return Model(config, RandomWeights(2, dtype, CPU, kernels, std=STD), kernels, length=LENGTH, device=CPU)
+
+
+def compared(windows: str, dtype: torch.dtype, **options: Any) -> tuple[Watched, Compared]:
+    made = engine(windows, dtype, of=native(windows, dtype), **options)
+    made.graphs = graphs = Compared(made.model, made.cache)
+    return made, graphs
+
+
+@cache
+def truth(windows: str, dtype: torch.dtype) -> Truth:
+    """Each request alone, and no graphs."""
+    found, hidden = {}, {}
+    for request in requests():
+        alone = engine(windows, dtype, of=native(windows, dtype), prefix_caching=False)
+        alone.graphs._recorder = None
+        for sequence in alone.run([request]):
+            found[key_of(sequence)] = said(alone, sequence)
+        hidden |= alone.hidden
+    return Truth(found, hidden)
+
+
+@each_model
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"overlap": True}, {"budget": 24, "running": 8}, {"blocks": 46, "budget": 33, "watermark": False}],
+    ids=["batched", "overlapped", "chunked", "preempted"],
+)
+def test_texts_and_bits_are_those_without_graphs(windows: str, dtype: torch.dtype, options: dict[str, Any]) -> None:
+    if windows == "window" and "blocks" in options:
+        options = options | {"blocks": 10}
+    run, graphs = compared(windows, dtype, **options)
+    expect(run, run.run(requests()), truth(windows, dtype))
+    if "blocks" in options:
+        assert run.scheduler.preemptions
+    first = graphs.compared
+    run.run(requests())  # again: the shapes are known now
+    assert graphs.compared > max(first, 4)
+    assert not graphs._refused
+
+
+@each_model
+@pytest.mark.parametrize("siblings", [0, 2], ids=["chains", "trees"])
+def test_drafts(windows: str, dtype: torch.dtype, siblings: int) -> None:
+    want = truth(windows, dtype)
+    drafter = Replay(known=want.output(), deep=3 if siblings else 4, siblings=siblings, dead=True, host=False)
+    run, graphs = compared(windows, dtype, drafter=drafter, running=6)
+    for _ in range(2):
+        expect(run, run.run(few()), want)
+    assert graphs.compared > 3
+    assert any((key[3] is not None) == bool(siblings) for key in graphs._graphs)
+
+
+def test_a_text_that_outgrows_its_table_gets_a_wider_graph() -> None:
+    run, graphs = compared("mixed", torch.float32, running=2)
+    made = [Request(str(i), tuple(range(1, 9 + i)), SamplingParams(max_tokens=300, seed=i)) for i in range(2)]
+    run.run(made)
+    assert {key[2][0] for key in graphs._graphs if key[1] == 2} == {16, 32, 64}
+    assert graphs.compared > 250
+
+
+def test_every_count_of_rows_up_to_32() -> None:
+    run, graphs = compared("full", torch.float32)
+    run.run([Request(str(i), (1 + i, 2, 3), SamplingParams(max_tokens=2 + 4 * i, seed=i)) for i in range(32)])
+    assert {key[1] for key in graphs._graphs} >= set(range(1, 33))
+    assert graphs.compared > 60
+
+
+@pytest.mark.parametrize("tiny", every_tiny(), ids=lambda tiny: tiny.name)
+def test_the_forward_of_every_family_is_recorded(tiny: Any) -> None:
+    run = load(tiny)
+    run.graphs = graphs = Compared(run.model, run.cache)
+    rng = random.Random(1)
+    prompts = [tuple(rng.randrange(3, 150) for _ in range(length)) for length in (40, 7, 3)]
+    run.run([Request(str(i), p, SamplingParams(max_tokens=24, temperature=0.0)) for i, p in enumerate(prompts)])
+    assert not graphs._refused, graphs._recorder.refused if graphs._recorder else None
+    assert graphs.compared > 15
+
+
+@pytest.fixture
+def few_graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    monkeypatch.setattr(graph, "MOST_GRAPHS", 4)
+    yield 4
+
+
+def test_many_shapes_take_no_more_memory_than_a_few(few_graphs: int) -> None:
+    run, graphs = compared("full", torch.float32, running=32)
+    assert graphs._recorder is not None
+
+    def serve(seed: int) -> int:
+        rng = random.Random(seed)
+        made = [
+            Request(f"{seed}-{i}", tuple(rng.randrange(VOCAB) for _ in range(rng.randrange(1, 20))),
+                    SamplingParams(max_tokens=rng.randrange(1, 30)))
+            for i in range(32)
+        ]  # fmt: skip
+        run.run(made)
+        assert len(graphs) == few_graphs
+        return int(graphs._recorder.arena.bytes)
+
+    first = [serve(seed) for seed in range(3)][-1]
+    assert [serve(seed) for seed in range(3, 6)][-1] <= 1.5 * first
+
+
+def test_a_forward_with_a_torch_op_runs_without_graphs() -> None:
+    of = native("full", torch.float32)
+    run, graphs = compared("full", torch.float32)
+    layer = of.layers[1]
+
+    class Odd:
+        def __call__(self, x: torch.Tensor, step: Any) -> torch.Tensor:
+            return layer(x * 2 / 2, step)
+
+    of.layers[1] = Odd()
+    try:
+        expect(run, run.run(few()), truth("full", torch.float32))
+    finally:
+        of.layers[1] = layer
+    assert graphs._refused == {((), True)}
+    assert len(graphs) == graphs.replays == 0
+
+
+def test_graphs_are_off_on_request_and_among_several_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = engine("full", of=native("full", torch.float32))
+    assert run.graphs._recorder is not None
+    of = native("full", torch.float32)
+
+    class Two:
+        kernels = of.kernels
+        group = type("Group", (), {"size": 2})
+
+    assert Graphs(Two(), run.cache)._recorder is None
+    monkeypatch.setenv("LLMX_GRAPH", "0")
+    assert Graphs(of, run.cache)._recorder is None
+    assert engine("full").graphs._recorder is None, "the reference records nothing"
+
+
+def test_logits_after_a_replay_do_not_change_with_the_next_one() -> None:
+    run = engine("full", of=native("full", torch.float32))
+    kept = []
+
+    class Keeping(Graphs):
+        def forward(self, batch: Batch, taps: tuple[int, ...] = ()) -> tuple[torch.Tensor, torch.Tensor]:
+            found = super().forward(batch, taps)
+            kept.append((found[0], found[0].clone()))
+            return found
+
+    run.graphs = Keeping(run.model, run.cache)
+    run.run([replace(request, id=request.id + "x") for request in few()])
+    assert run.graphs.replays > 5
+    assert all(torch.equal(now, then) for now, then in kept)
