@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 import torch
@@ -37,9 +37,9 @@ class Drafts:
     depth: int  # of the deepest tree
     chain: bool  # no tree branches
 
-    @classmethod
-    def none(cls, rows: int, device: torch.device) -> Drafts:
-        return cls.trees([([], [])] * rows, device)
+    @staticmethod
+    def none(rows: int, device: torch.device) -> Drafts:
+        return _no_drafts(rows, device)
 
     @classmethod
     def chains(cls, chains: SequenceOf[SequenceOf[int]], device: torch.device) -> Drafts:
@@ -98,6 +98,11 @@ class Drafts:
             assert len(set(zip(parents, tokens, strict=True))) == count, "two siblings with one token"
 
 
+@lru_cache(maxsize=64)
+def _no_drafts(rows: int, device: torch.device) -> Drafts:
+    return Drafts.trees([([], [])] * rows, device)
+
+
 @dataclass(frozen=True)
 class Tips:
     """The rows as tensors. In overlapped stepping `start` and `last` come from the device, ahead of the host."""
@@ -150,6 +155,7 @@ class Batch:
     high: tuple[int, ...]  # most logical slots that each row's tokens look into
     paths: Tensor | None = None  # (T, depth) nodes from the root down to the token, -1 pads; None: all chains
     drafts_at: Tensor | None = None  # (drafts,) which tokens are draft nodes
+    plain: bool = False  # one token in each row, and after each one is drawn
 
 
 @dataclass(frozen=True)
@@ -182,7 +188,7 @@ def slots_of(table: Tensor, sequence: Tensor, logical: Tensor, size: int) -> Ten
 
 def tips_of(rows: list[Row], size: int, device: torch.device) -> Tips:
     columns = np.array([(r.start, r.sequence.tokens[-1], r.room, r.depth) for r in rows], np.int64)
-    start, last, room, depth = torch.from_numpy(np.ascontiguousarray(columns.T)).to(device)
+    start, last, room, depth = torch.from_numpy(np.ascontiguousarray(columns.T)).to(device).unbind()
     return Tips(rows, tables_of(rows, device), start, last, room, depth, size)
 
 
@@ -202,6 +208,8 @@ def causal(tokens: Tensor, sequence: Tensor, positions: Tensor, tips: Tips, leng
 def build(tips: Tips, drafts: Drafts) -> Batch:
     """The step's forward from its rows and drafts."""
     rows, start, size, device = tips.rows, tips.start, tips.size, tips.device
+    if device.type == "cpu" and not any(drafts.sizes) and all(r.draws and r.count == 1 and not r.after for r in rows):
+        return _plain(tips)
     counts, lengths, sequence, offset, known = _layout(rows, drafts)
     put = _putter(device)
     node_of = np.where(offset >= counts[sequence], offset - counts[sequence], -1)
@@ -234,6 +242,36 @@ def build(tips: Tips, drafts: Drafts) -> Batch:
         tokens, positions, row, node, prefix, slots, tips.tables, base, start, put(sample), size,
         tuple(lengths.tolist()), tuple(counts.tolist()), tuple(r.start for r in rows), high, paths, drafts_at,
     )  # fmt: skip
+
+
+def _plain(tips: Tips) -> Batch:
+    """The commonest batch, one known token in each row, with as little as can be done for it."""
+    start, count = tips.start.numpy(), len(tips.rows)
+    each, after = one_each(count), start + 1
+    block, within = np.divmod(start, tips.size)
+    put = torch.from_numpy
+    slots = [put(table.numpy()[each.host, block] * tips.size + within) for table in tips.tables]
+    prefix, ones = put(after), (1,) * count
+    return Batch(
+        tips.last, tips.start, each.index, each.none, prefix, slots, tips.tables, prefix, tips.start, each.index,
+        tips.size, ones, ones, tuple(start.tolist()), tuple(after.tolist()), plain=True,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Each:
+    """Constants of a plain batch on the CPU; nobody writes to them."""
+
+    host: np.ndarray  # (R,) 0, 1, ...
+    index: Tensor  # the same
+    none: Tensor  # (R,) -1
+    all: Tensor  # (R,) true
+
+
+@lru_cache(maxsize=64)
+def one_each(rows: int) -> Each:
+    host = np.arange(rows)
+    return Each(host, torch.from_numpy(host), torch.full((rows,), -1), torch.ones(rows, dtype=torch.bool))
 
 
 def _layout(rows: list[Row], drafts: Drafts) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:

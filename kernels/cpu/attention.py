@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from llmx.kernels.cpu import native
+from llmx.kernels.cpu.convert import narrowed, wide
 
 TOGETHER = 16  # queries of a row that share what is gathered of its keys
 POOLS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
@@ -75,11 +76,11 @@ def attention(
     library = native()
     assert library is not None, "the table offers this only where the library is built"
     kv_heads, blocks, size, dim = keys.shape
-    wide = q.float().contiguous()
-    out = torch.empty_like(wide)
+    wide_q = wide(q)
+    out = torch.empty_like(wide_q)
     library.attention(
         out.data_ptr(),
-        wide.data_ptr(),
+        wide_q.data_ptr(),
         keys.data_ptr(),
         values.data_ptr(),
         q.shape[1],
@@ -102,4 +103,4 @@ def attention(
         first,
         torch.get_num_threads(),
     )
-    return out.to(q.dtype)
+    return narrowed(out, q.dtype)

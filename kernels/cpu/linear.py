@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from llmx.kernels.cpu import native
+from llmx.kernels.cpu.convert import narrowed, wide
 from llmx.kernels.cpu.memory import take
 
 LANES = 16  # outputs in a block
@@ -96,11 +97,11 @@ def linear_packed(x: Tensor, segments: Sequence[Packed], int8: bool = False) -> 
     library = native()
     assert library is not None, "the table offers this only where the library is built"
     rows, n_in = x.shape
-    wide = x.float().contiguous()
+    x32 = wide(x)
     total = sum(n_out for _, _, n_out, _ in segments)
     out = torch.empty(rows, total, dtype=torch.float32)
     at, threads = out.data_ptr(), torch.get_num_threads()
-    rounded, given = None, wide.data_ptr()
+    rounded, given = None, x32.data_ptr()
     for layout, packed, n_out, bias in segments if rows else ():
         number, added = FORMATS[layout], 0 if bias is None else bias.data_ptr()
         end = (packed.data_ptr(), packed.shape[1], n_out, number, added, threads)
@@ -110,9 +111,9 @@ def linear_packed(x: Tensor, segments: Sequence[Packed], int8: bool = False) -> 
             library.linear_int8(at, total, given, rounded.data_ptr(), rows, n_in, *end)
             given = 0  # it is rounded now
         else:
-            library.linear_packed(at, total, wide.data_ptr(), rows, n_in, *end)
+            library.linear_packed(at, total, x32.data_ptr(), rows, n_in, *end)
         at += 4 * n_out
-    return out.to(x.dtype)
+    return narrowed(out, x.dtype)
 
 
 def unpack_linear(packed: Tensor, layout: str, n_out: int, n_in: int) -> Tensor:

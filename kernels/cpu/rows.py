@@ -61,16 +61,17 @@ def rope_and_write(
     library = native()
     assert library is not None, "the table offers this only where the library is built"
     kv_heads, blocks, size, dim = keys.shape
-    if qkv.dtype != torch.float32 or keys.dtype == torch.float16 or dim > WIDEST_HEAD:
+    plain = qkv.dtype == torch.float32 or qkv.dtype == keys.dtype  # else keys are rounded twice
+    if not plain or keys.dtype == torch.float16 or dim > WIDEST_HEAD:
         return rope.rope_and_write(qkv, heads, keys, values, slots, cos, sin)
-    rows, qkv, slots = len(qkv), qkv.contiguous(), slots.contiguous()
+    rows, x, slots = len(qkv), wide(qkv), slots.contiguous()
     q = torch.empty(rows, heads, dim)
     half = 0
     if cos is not None and sin is not None:
         cos, sin, half = cos.contiguous(), sin.contiguous(), cos.shape[-1]
     library.rope_and_write(
         q.data_ptr(),
-        qkv.data_ptr(),
+        x.data_ptr(),
         rows,
         keys.data_ptr(),
         values.data_ptr(),
@@ -85,7 +86,7 @@ def rope_and_write(
         0 if sin is None else sin.data_ptr(),
         torch.get_num_threads(),
     )
-    return q
+    return narrowed(q, qkv.dtype)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:

@@ -124,7 +124,7 @@ class Engine:
         """Drafter first (it reads the taps of the step before), then KV and taps: so hashes come after both."""
         rows, drafts, batch = step.rows, step.drafts, step.batch
         hand_out(self.model, rows, batch, step.hidden, self.take)
-        logits = self.model.head(step.hidden[batch.sample])
+        logits = self.model.head(step.hidden if batch.plain else step.hidden[batch.sample])
         draws = self._draw(step, logits) if len(batch.sample) else _none(logits)
         draws = replace(draws, tokens=self.model.group.agree(draws.tokens))  # of several ranks rank 0 has the say
         verdict = verify(drafts, batch, draws)

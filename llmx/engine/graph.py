@@ -56,7 +56,7 @@ class Graph:
             self._shares = (batch.lengths, batch.counts)
         self.recorded.replay()
         hidden, taps = self.results
-        return hidden.clone(), taps.clone()  # the next replay writes where this one did
+        return _copied(hidden, taps)
 
     def _fill(self, batch: Batch) -> None:
         mine = self.batch
@@ -127,7 +127,12 @@ class Graphs:
             return results
         graph.results = results
         _remember(self._graphs, key, graph)
-        return results[0].clone(), results[1].clone()
+        return _copied(*results)
+
+
+def _copied(hidden: Tensor, taps: Tensor) -> tuple[Tensor, Tensor]:
+    """The next replay, also of another graph, writes where the results lie."""
+    return hidden.clone(), taps.clone() if taps.shape[1] else hidden.new_empty(len(hidden), 0)
 
 
 def _remember(found: OrderedDict[Key, Any], key: Key, value: Any) -> None:

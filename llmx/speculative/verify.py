@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from llmx.batch import Batch, Drafts, Kept, slots_of
+from llmx.batch import Batch, Drafts, Kept, one_each, slots_of
 from llmx.core import Emitted, Logprob, Row, Sequence
 from llmx.sampler import Draws, Points
 
@@ -24,6 +24,9 @@ class Verdict:
 
 def points(rows: list[Row], drafts: Drafts, batch: Batch) -> Points:
     """Every drawn position of the step: the tips and all draft nodes."""
+    if batch.plain:
+        each = one_each(len(rows))
+        return Points([r.sequence for r in rows], each.index, batch.prefix, each.none[:, None])
     owner, node = batch.sequence[batch.sample], batch.node[batch.sample]
     above = drafts.ancestors[owner, node.clamp(min=0)] & (node >= 0)[:, None]
     path = torch.where(above, drafts.tokens[owner], -1)
@@ -32,6 +35,10 @@ def points(rows: list[Row], drafts: Drafts, batch: Batch) -> Points:
 
 def verify(drafts: Drafts, batch: Batch, draws: Draws) -> Verdict:
     """Walk every tree at once, one level at a time."""
+    if batch.plain:
+        each = one_each(len(drafts.sizes))
+        kept = Kept(each.all, batch.positions, batch.slots, batch.base)
+        return Verdict(kept, each.index[:, None], batch.base, draws.tokens)
     count, width, device = len(drafts.sizes), drafts.width, batch.tokens.device
     owner, place = batch.sequence[batch.sample], batch.node[batch.sample] + 1
     drawn_at = torch.full((count, width + 1), -1, dtype=torch.long, device=device)
