@@ -105,9 +105,7 @@ def main() -> int:
                 f"{row['share_p90_ms']:7.3f}"
             )
         model = {"name": flags.model, "path": llm.info.path}
-        report = Report(
-            "engine_share", {"rows": rows}, model, definitions=DEFINITIONS, kernels=dict(llm.info.kernels)
-        )
+        report = Report("engine_share", {"rows": rows}, model, definitions=DEFINITIONS, kernels=dict(llm.info.kernels))
         publish(report, flags.json, ("torch",))
     return 0
 

@@ -117,10 +117,10 @@ class _Loader(ABC):
             raise UsageError(f"{name} is stored as {piece.scheme.name}, which can't be read row by row.")
         self._hold(piece.tensors)
         span = self._vocabulary_span(vocab)
-        place = {"first": span.low, "rows": span.size, "whole": self.shard.size == 1}
         return Embedding(
-            piece.scheme, piece.tensors, axes, self.dtype, **place, hidden=hidden, kernels=self.kernels
-        )
+            piece.scheme, piece.tensors, axes, self.dtype,
+            first=span.low, rows=span.size, whole=self.shard.size == 1, hidden=hidden, kernels=self.kernels,
+        )  # fmt: skip
 
     def head(self, name: str, vocab: int, hidden: int, tied_to: str | None) -> Linear:
         """See Weights.head."""

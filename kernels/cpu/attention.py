@@ -44,9 +44,7 @@ def plan_attention(batch: Any, group: int, window: int | None, *, lasting: bool 
     if lasting:
         units = np.concatenate([units, np.zeros((len(batch.tokens) - len(units), 3), np.int64)])
     table = batch.tables[group].contiguous()
-    return Plan(
-        torch.from_numpy(units), batch.prefix.contiguous(), table, batch.size, batch.base.contiguous(), paths
-    )
+    return Plan(torch.from_numpy(units), batch.prefix.contiguous(), table, batch.size, batch.base.contiguous(), paths)
 
 
 def _units(batch: Any) -> np.ndarray:

@@ -22,7 +22,9 @@ log = logging.getLogger(__name__)
 
 MOST_TOKENS = 64  # of a forward that is recorded: in larger ones Python is lost beside the kernels
 MOST_GRAPHS = 128
-LEAST_BLOCKS = 16  # tables are as wide as a power of two of at least so many, so that a text that grows fits in its graph
+LEAST_BLOCKS = (
+    16  # tables are as wide as a power of two of at least so many, so that a text that grows fits in its graph
+)
 
 Key = tuple[Any, ...]
 
@@ -124,10 +126,11 @@ class Graphs:
         if graph.recorded is None:
             self._refused.add((taps, batch.paths is None))
             log.debug("no graphs for this model: its forward calls %s", self._recorder.refused)
-            return results
+            hidden, seen = results
+            return hidden, seen
         graph.results = results
         _remember(self._graphs, key, graph)
-        return _copied(*results)
+        return _copied(*graph.results)
 
 
 def _copied(hidden: Tensor, taps: Tensor) -> tuple[Tensor, Tensor]:

@@ -34,8 +34,8 @@ class Embedding:
         self.first, self.rows, self.whole, self.hidden = first, rows, whole, hidden
         self._kind = scheme.row_kind(tensors)
         self._read = None
-        rows = [t for t in tensors.values() if t.is_contiguous()]
-        if self._kind and rows and kernels.has("look_up") and kernels.get("can_look_up")(self._kind):
+        solid = all(tensor.is_contiguous() for tensor in tensors.values())
+        if self._kind is not None and solid and kernels.has("look_up") and kernels.get("can_look_up")(self._kind):
             self._read = kernels.get("look_up")
 
     def __call__(self, ids: Tensor) -> Tensor:

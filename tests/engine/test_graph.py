@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -138,9 +137,9 @@ def test_the_forward_of_every_family_is_recorded(tiny: Any, dtype: torch.dtype) 
 
 
 @pytest.fixture
-def few_graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+def few_graphs(monkeypatch: pytest.MonkeyPatch) -> int:
     monkeypatch.setattr(graph, "MOST_GRAPHS", 4)
-    yield 4
+    return 4
 
 
 def test_many_shapes_take_no_more_memory_than_a_few(few_graphs: int) -> None:
