@@ -1,8 +1,8 @@
 """The engine's own share of a decode step: its wall time minus the time inside the C++ ops.
 
-Steps are counted from one's beginning to the next one's, in the process that also turns tokens into text: scheduling,
-batches, sampling, the hand-over and whatever detokenising gets in the way are all in it. Medians over the steps in which
-all requests decode. With --graphs off too, forwards are then run op by op (LLMX_GRAPH=0).
+Steps are counted from one's beginning to the next one's, in the process that also turns tokens into text:
+scheduling, batches, sampling, the hand-over and whatever detokenising gets in the way are all in it. Medians over the
+steps in which all requests decode. With --eager forwards are run op by op (LLMX_GRAPH=0).
 
     python benchmarks/engine_share.py --model demo --requests 1 32 --json share.json
 """
@@ -14,6 +14,7 @@ import os
 import statistics
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,7 @@ def measure(llm: LLM, marks: list[tuple[float, float, int]], count: int, flags: 
     marks.clear()
     llm.generate(prompts, params)
     wall, native = [], []
-    for this, following in zip(marks, marks[1:], strict=False):
+    for this, following in pairwise(marks):
         if this[2] == following[2] == count:
             wall.append(following[0] - this[0])
             native.append(following[1] - this[1])

@@ -1,4 +1,4 @@
-"""Norms, rotary positions with the write to the cache, gated activations, sums, copies in C++; the reference defines them."""
+"""Norms, rotary positions with the write to the cache, gated activations, sums, copies; the reference defines them."""
 
 from __future__ import annotations
 

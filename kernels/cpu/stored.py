@@ -1,4 +1,4 @@
-"""Embeddings straight from the rows that a file stores. `stored.cpp` says what lies where, the schemes what it means."""
+"""Embeddings straight from the rows that a file stores. `stored.cpp` says what lies where, the schemes what it is."""
 
 from __future__ import annotations
 

@@ -115,6 +115,11 @@ class BlockManager:
         if not sequence.tables:
             sequence.tables = [[] for _ in self.pools]
         first, last = sequence.computed // self.size, self.blocks_for(end)
+        for pool, table in zip(self.pools, sequence.tables, strict=True):
+            if len(table) < last or any(pool.refs[b] > 1 or b in pool.hash_of for b in table[first:last]):
+                break
+        else:  # nearly always: the block that the last token went to has room for one more
+            return []
         shared = []
         for pool, table in zip(self.pools, sequence.tables, strict=True):
             mine = [i for i in range(first, min(len(table), last)) if pool.refs[table[i]] > 1]
