@@ -19,7 +19,7 @@ from llmx.core import Row
 
 
 def _putter(device: torch.device) -> Callable[[np.ndarray], Tensor]:
-    return lambda array: torch.from_numpy(array).to(device)
+    return torch.from_numpy if device.type == "cpu" else lambda array: torch.from_numpy(array).to(device)
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ def tables_of(rows: SequenceOf[Row], device: torch.device) -> list[Tensor]:
         for i, row in enumerate(rows):
             mine = row.sequence.tables[group]
             table[i, : len(mine)] = mine
-        found.append(torch.from_numpy(table).to(device))
+        found.append(_putter(device)(table))
     return found
 
 
@@ -188,7 +188,7 @@ def slots_of(table: Tensor, sequence: Tensor, logical: Tensor, size: int) -> Ten
 
 def tips_of(rows: list[Row], size: int, device: torch.device) -> Tips:
     columns = np.array([(r.start, r.sequence.tokens[-1], r.room, r.depth) for r in rows], np.int64)
-    start, last, room, depth = torch.from_numpy(np.ascontiguousarray(columns.T)).to(device).unbind()
+    start, last, room, depth = _putter(device)(np.ascontiguousarray(columns.T)).unbind()
     return Tips(rows, tables_of(rows, device), start, last, room, depth, size)
 
 

@@ -126,7 +126,8 @@ class Engine:
         hand_out(self.model, rows, batch, step.hidden, self.take)
         logits = self.model.head(step.hidden if batch.plain else step.hidden[batch.sample])
         draws = self._draw(step, logits) if len(batch.sample) else _none(logits)
-        draws = replace(draws, tokens=self.model.group.agree(draws.tokens))  # of several ranks rank 0 has the say
+        if self.model.group.size > 1:
+            draws = replace(draws, tokens=self.model.group.agree(draws.tokens))  # rank 0 has the say
         verdict = verify(drafts, batch, draws)
         self.drafter.observe(drafts, batch, verdict.kept, step.taps, self.lent)
         self.cache.settle(batch, verdict.kept, step.taps)
@@ -136,7 +137,7 @@ class Engine:
         """The step before has landed: history, and with it each grammar's state, is as it will stay."""
         wanted = points(step.rows, step.drafts, step.batch)
         allowed = self.grammars.allowed(step.rows, step.drafts, wanted)
-        return draw(logits, replace(wanted, allowed=allowed), self.model.kernels)
+        return draw(logits, wanted if allowed is None else replace(wanted, allowed=allowed), self.model.kernels)
 
     def land(self, step: Decided) -> list[Landed]:
         """The one trip to the host."""

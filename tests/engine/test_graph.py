@@ -22,6 +22,7 @@ from llmx.formats.fields import Fields
 from llmx.kernels import Kernels, cpu
 from llmx.loading import RandomWeights
 from llmx.models.llama import Model
+from llmx.speculative.base import Needs, NoDrafter
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason=f"cpu kernels: {cpu.describe()}")
 each_model = pytest.mark.parametrize(("windows", "dtype"), KINDS, ids=[f"{n}-{str(d)[6:]}" for n, d in KINDS])
@@ -106,6 +107,21 @@ def test_drafts(windows: str, dtype: torch.dtype, siblings: int) -> None:
         expect(run, run.run(few()), want)
     assert graphs.compared > 3
     assert any((key[3] is not None) == bool(siblings) for key in graphs._graphs)
+
+
+class Taps(NoDrafter):
+    """Drafts nothing, and wants hidden states."""
+
+    needs = Needs(taps=(0, 2, -1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_hidden_states_that_a_drafter_asks_for(dtype: torch.dtype) -> None:
+    run, graphs = compared("full", dtype, drafter=Taps())
+    for _ in range(2):
+        expect(run, run.run(few()), truth("full", dtype))
+    assert graphs.compared > 5
+    assert {key[4] for key in graphs._graphs} == {(0, 2, -1)}
 
 
 def test_a_text_that_outgrows_its_table_gets_a_wider_graph() -> None:
