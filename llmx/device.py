@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +15,7 @@ if TYPE_CHECKING:
     import torch
 
 CGROUP = Path("/sys/fs/cgroup")
+PROCESS_GROUPS = Path("/proc/self/cgroup")
 SPINS = "5000"  # some microseconds: longer than the gap between two operations, far shorter than a time slice
 
 
@@ -34,16 +38,56 @@ def resolve_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def thread_count() -> int:
-    """Threads worth starting: the processors of this process's affinity, within its cgroup's quota."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def thread_count(ranks: int = 1) -> int:
+    """Threads for each of `ranks` processes that share this machine: its affinity's processors, within the quota."""
+    cores = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    return max(1, math.ceil(min([cores, *_quotas()])) // ranks)
+
+
+def use_threads(wanted: int | None = None, ranks: int = 1) -> int:
+    """Have torch and our kernels use `wanted` threads, or as many as `thread_count` finds; returns how many."""
+    import torch
+
+    torch.set_num_threads(wanted or thread_count(ranks))
+    return torch.get_num_threads()
+
+
+def _quotas() -> Iterator[float]:
+    """Processors that each control group around this process may use at a time, of those that limit it."""
+    for folder in _groups("cpu"):
+        with contextlib.suppress(OSError, ValueError, ZeroDivisionError):
+            if (found := folder / "cpu.max").exists():
+                quota, period = found.read_text().split()
+            else:
+                quota, period = ((folder / f"cpu.cfs_{what}_us").read_text().strip() for what in ("quota", "period"))
+            if quota not in ("max", "-1"):
+                yield int(quota) / int(period)
+
+
+def _groups(controller: str) -> Iterator[Path]:
+    """Folders of the control groups that this process is in, inner before outer: version 1's of `controller`, and 2's.
+
+    A container may see paths that begin outside of it; then the folder it has been given is at the root.
+    """
     try:
-        quota, period = (CGROUP / "cpu.max").read_text().split()
-        if quota != "max":
-            cores = min(cores, max(1, -(-int(quota) // int(period))))
-    except (OSError, ValueError):
-        pass
-    return cores
+        lines = PROCESS_GROUPS.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        number, names, path = line.split(":", 2)
+        if number == "0":
+            roots = [CGROUP, CGROUP / "unified"]
+        elif controller in names.split(","):
+            roots = [CGROUP / names, CGROUP / controller]
+        else:
+            continue
+        for root in roots:
+            inner = root / path.lstrip("/")
+            for folder in (inner, *inner.parents):
+                if folder.is_dir():
+                    yield folder
+                if folder == root:
+                    break
 
 
 def yield_while_waiting() -> None:

@@ -10,13 +10,14 @@ from llmx.commands.options import Json
 
 def env(json: Json = None) -> None:
     """Say what this machine and this installation can do."""
-    import torch
+    import torch  # noqa: F401
     from rich.console import Console
 
+    from llmx.device import thread_count
     from llmx.report import Report
 
     # CUDA's share of the environment is only known with torch loaded.
-    report = Report("env", results={"threads": torch.get_num_threads(), "kernels": _backends()})
+    report = Report("env", results={"threads": thread_count(), "kernels": _backends()})
     # Nobody's window limits a pipe or a file: a wrapped cell is hard to grep.
     Console(width=None if sys.stdout.isatty() else 200).print(report.environment_table(), report.table())
     if json is not None:

@@ -117,13 +117,11 @@ def _hardware(anatomy: Anatomy, name: str, load: Load, threads: int | None) -> H
         raise UsageError(
             f"--input-len {load.input_len} and --output-len {load.output_len} are more than --context {load.context}."
         )
-    from llmx.device import thread_count, yield_while_waiting
+    from llmx.device import use_threads, yield_while_waiting
 
     yield_while_waiting()
-    import torch
-
     from llmx.bench.calibration import measured_machine
 
-    torch.set_num_threads(threads or thread_count())
+    use_threads(threads)
     typer.echo("measuring what the engine does on this machine, on a few layers of this size", err=True)
     return measured_machine(anatomy, load)

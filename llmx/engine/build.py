@@ -12,7 +12,7 @@ import torch
 
 from llmx.cache.pools import LayerSpec, block_bytes, windows_of
 from llmx.config import ALIASES, EngineConfig, EngineInfo
-from llmx.device import available_memory, resolve_device, thread_count, total_memory
+from llmx.device import available_memory, resolve_device, total_memory, use_threads
 from llmx.engine.engine import Engine
 from llmx.engine.memory import ACTIVATION_SHARE, check_demand, random_demand, weight_demand
 from llmx.errors import UsageError
@@ -55,7 +55,7 @@ def build_engine(
     ranks = config.tensor_parallel_size
     device = resolve_device(config.device)
     if device.type == "cpu":
-        torch.set_num_threads(config.threads or max(1, thread_count() // ranks))
+        use_threads(config.threads, ranks)
     free = available_memory(device) if device.type == "cpu" else total_memory(device)
     kernels = Kernels(device.type, activations=_activations(config, device))
     located = None if config.model.startswith(RANDOM) else locate(config.model)
