@@ -1,7 +1,7 @@
 // Sums of products of bytes: four codes of an output in a dword, times four numbers of a row.
 //
-// A Codes is WIDE outputs; PARTS of them are the 16 of a block. Nibble codes are from 0 to 15, Byte codes from -128 to
-// 127, a row's numbers from -127 to 127. All of it is exact, so that an order need not be kept.
+// A Codes is WIDE outputs; PARTS of them are the 16 of a block. Codes are from 0 to 15 (Nibble), from 0 to 63 (Wider), or
+// from -128 to 127 (Byte); a row's numbers from -127 to 127. All of it is exact, so that an order need not be kept.
 #pragma once
 #include "simd.h"
 
@@ -9,34 +9,39 @@ namespace LLMX_ISA {
 namespace {
 
 struct Nibble {};
+struct Wider {};
 struct Byte {};
 
 #if defined(__AVX512F__)
 
 constexpr int INT8_ROWS = 12, WIDE = 16, PARTS = 1;  // rows of a tile
 
-// The product takes one side without a sign: bytes are moved up by 128, which the sum of the numbers moves back.
 struct Codes { __m512i v; };
 struct V { __m512 v; };
 template <class> struct Dots { __m512i v; };
 LLMX_INLINE Codes load_codes(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
-LLMX_INLINE Codes low_nibbles(Codes w) { return {_mm512_and_si512(w.v, _mm512_set1_epi8(15))}; }
-LLMX_INLINE Codes high_nibbles(Codes w) {
-  return {_mm512_and_si512(_mm512_srli_epi32(w.v, 4), _mm512_set1_epi8(15))};
+LLMX_INLINE Codes shifted(Codes w, int up) {  // within dwords: the caller masks what crosses bytes
+  return {up >= 0 ? _mm512_slli_epi32(w.v, static_cast<unsigned>(up)) : _mm512_srli_epi32(w.v, static_cast<unsigned>(-up))};
 }
-LLMX_INLINE Codes signed_nibbles(Codes w) { return {_mm512_xor_si512(w.v, _mm512_set1_epi8(8))}; }
-LLMX_INLINE Codes bytes(Codes w) { return {_mm512_xor_si512(w.v, _mm512_set1_epi8(-128))}; }
+LLMX_INLINE Codes masked(Codes w, int bits) { return {_mm512_and_si512(w.v, _mm512_set1_epi8(static_cast<char>(bits)))}; }
+LLMX_INLINE Codes either(Codes a, Codes b) { return {_mm512_or_si512(a.v, b.v)}; }
+LLMX_INLINE Codes flipped(Codes w, int bits) { return {_mm512_xor_si512(w.v, _mm512_set1_epi8(static_cast<char>(bits)))}; }
 template <class K> LLMX_INLINE Dots<K> no_dots() { return {_mm512_setzero_si512()}; }
+// The product takes one side without a sign: bytes are moved up by 128, and `total` moves them back.
 template <class K> LLMX_INLINE void dot(Dots<K>& sum, Codes w, int32_t x) {
   sum.v = _mm512_dpbusd_epi32(sum.v, w.v, _mm512_set1_epi32(x));
 }
-// `less`: minus 8 times the sum of the row's numbers.
-LLMX_INLINE V total(Dots<Nibble> sum) { return {_mm512_cvtepi32_ps(sum.v)}; }
-LLMX_INLINE V signed_total(Dots<Nibble> sum, int32_t less) {
-  return {_mm512_cvtepi32_ps(_mm512_add_epi32(sum.v, _mm512_set1_epi32(less)))};
+LLMX_INLINE void dot(Dots<Byte>& sum, Codes w, int32_t x) {
+  sum.v = _mm512_dpbusd_epi32(sum.v, flipped(w, 128).v, _mm512_set1_epi32(x));
 }
-LLMX_INLINE V signed_total(Dots<Byte> sum, int32_t less) {
-  return {_mm512_cvtepi32_ps(_mm512_add_epi32(sum.v, _mm512_set1_epi32(16 * less)))};
+LLMX_INLINE void dot(Dots<Wider>& sum, Codes w, int32_t x, Codes w2, int32_t x2) {
+  sum.v = _mm512_dpbusd_epi32(sum.v, w.v, _mm512_set1_epi32(x));
+  sum.v = _mm512_dpbusd_epi32(sum.v, w2.v, _mm512_set1_epi32(x2));
+}
+// `less`: minus what codes were moved up by, times the sum of the row's numbers.
+template <class K> LLMX_INLINE V total(Dots<K> sum) { return {_mm512_cvtepi32_ps(sum.v)}; }
+template <class K> LLMX_INLINE V total(Dots<K> sum, int32_t less) {
+  return {_mm512_cvtepi32_ps(_mm512_add_epi32(sum.v, _mm512_set1_epi32(less)))};
 }
 LLMX_INLINE V part_of(F x, int) { return {x.v}; }
 LLMX_INLINE V load_part(const float* p) { return {_mm512_loadu_ps(p)}; }
@@ -56,16 +61,23 @@ struct Codes { __m256i v; };
 struct V { __m256 v; };
 template <class> struct Dots { __m256i v; };
 LLMX_INLINE Codes load_codes(const uint8_t* p) { return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))}; }
-LLMX_INLINE Codes low_nibbles(Codes w) { return {_mm256_and_si256(w.v, _mm256_set1_epi8(15))}; }
-LLMX_INLINE Codes high_nibbles(Codes w) {
-  return {_mm256_and_si256(_mm256_srli_epi32(w.v, 4), _mm256_set1_epi8(15))};
+LLMX_INLINE Codes shifted(Codes w, int up) {  // within dwords: the caller masks what crosses bytes
+  return {up >= 0 ? _mm256_slli_epi32(w.v, up) : _mm256_srli_epi32(w.v, -up)};
 }
-LLMX_INLINE Codes signed_nibbles(Codes w) { return {_mm256_xor_si256(w.v, _mm256_set1_epi8(8))}; }
-LLMX_INLINE Codes bytes(Codes w) { return w; }
+LLMX_INLINE Codes masked(Codes w, int bits) { return {_mm256_and_si256(w.v, _mm256_set1_epi8(static_cast<char>(bits)))}; }
+LLMX_INLINE Codes either(Codes a, Codes b) { return {_mm256_or_si256(a.v, b.v)}; }
+LLMX_INLINE Codes flipped(Codes w, int bits) { return {_mm256_xor_si256(w.v, _mm256_set1_epi8(static_cast<char>(bits)))}; }
 template <class K> LLMX_INLINE Dots<K> no_dots() { return {_mm256_setzero_si256()}; }
 // A pair of products is at most 15 * 127 * 2 = 3810, so that the 8 pairs of a group fit into 16 bits.
 LLMX_INLINE void dot(Dots<Nibble>& sum, Codes w, int32_t x) {
   sum.v = _mm256_add_epi16(sum.v, _mm256_maddubs_epi16(w.v, _mm256_set1_epi32(x)));
+  LLMX_KEEP(sum.v);
+}
+// A pair is at most 63 * 127 * 2 = 16002: two fit.
+LLMX_INLINE void dot(Dots<Wider>& sum, Codes w, int32_t x, Codes w2, int32_t x2) {
+  const __m256i pairs = _mm256_maddubs_epi16(w.v, _mm256_set1_epi32(x));
+  const __m256i more = _mm256_maddubs_epi16(w2.v, _mm256_set1_epi32(x2));
+  sum.v = _mm256_add_epi32(sum.v, _mm256_madd_epi16(_mm256_add_epi16(pairs, more), _mm256_set1_epi16(1)));
   LLMX_KEEP(sum.v);
 }
 // |w| * (x with the sign of w): one side of the product has no sign. A pair is at most 128 * 127 * 2 = 32512.
@@ -74,14 +86,14 @@ LLMX_INLINE void dot(Dots<Byte>& sum, Codes w, int32_t x) {
   sum.v = _mm256_add_epi32(sum.v, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
   LLMX_KEEP(sum.v);
 }
-LLMX_INLINE V total(Dots<Nibble> sum) {
-  return {_mm256_cvtepi32_ps(_mm256_madd_epi16(sum.v, _mm256_set1_epi16(1)))};
+LLMX_INLINE __m256i whole(Dots<Nibble> sum) { return _mm256_madd_epi16(sum.v, _mm256_set1_epi16(1)); }
+LLMX_INLINE __m256i whole(Dots<Wider> sum) { return sum.v; }
+// `less`: minus what codes were moved up by, times the sum of the row's numbers.
+template <class K> LLMX_INLINE V total(Dots<K> sum) { return {_mm256_cvtepi32_ps(whole(sum))}; }
+template <class K> LLMX_INLINE V total(Dots<K> sum, int32_t less) {
+  return {_mm256_cvtepi32_ps(_mm256_add_epi32(whole(sum), _mm256_set1_epi32(less)))};
 }
-LLMX_INLINE V signed_total(Dots<Nibble> sum, int32_t less) {
-  return {_mm256_cvtepi32_ps(
-      _mm256_add_epi32(_mm256_madd_epi16(sum.v, _mm256_set1_epi16(1)), _mm256_set1_epi32(less)))};
-}
-LLMX_INLINE V signed_total(Dots<Byte> sum, int32_t) { return {_mm256_cvtepi32_ps(sum.v)}; }
+LLMX_INLINE V total(Dots<Byte> sum, int32_t) { return {_mm256_cvtepi32_ps(sum.v)}; }
 LLMX_INLINE V part_of(F x, int part) { return {part ? x.b : x.a}; }
 LLMX_INLINE V load_part(const float* p) { return {_mm256_loadu_ps(p)}; }
 LLMX_INLINE void store_part(float* p, V x) { _mm256_storeu_ps(p, x.v); }
@@ -101,10 +113,12 @@ LLMX_INLINE Codes load_codes(const uint8_t* p) {
   copy(w, p);
   return w;
 }
-LLMX_INLINE Codes low_nibbles(Codes w) { return {w.v & 0x0F0F0F0Fu}; }
-LLMX_INLINE Codes high_nibbles(Codes w) { return {w.v >> 4 & 0x0F0F0F0Fu}; }
-LLMX_INLINE Codes signed_nibbles(Codes w) { return {w.v ^ 0x08080808u}; }
-LLMX_INLINE Codes bytes(Codes w) { return w; }
+LLMX_INLINE Codes shifted(Codes w, int up) {  // within dwords: the caller masks what crosses bytes
+  return {up >= 0 ? w.v << static_cast<uint32_t>(up) : w.v >> static_cast<uint32_t>(-up)};
+}
+LLMX_INLINE Codes masked(Codes w, int bits) { return {w.v & 0x01010101u * static_cast<uint32_t>(bits)}; }
+LLMX_INLINE Codes either(Codes a, Codes b) { return {a.v | b.v}; }
+LLMX_INLINE Codes flipped(Codes w, int bits) { return {w.v ^ 0x01010101u * static_cast<uint32_t>(bits)}; }
 template <class K> LLMX_INLINE Dots<K> no_dots() { return {Signed{}}; }
 template <class K> LLMX_INLINE void dot(Dots<K>& sum, Codes w, int32_t x) {
   for (int byte = 0; byte < 4; ++byte) {
@@ -112,10 +126,13 @@ template <class K> LLMX_INLINE void dot(Dots<K>& sum, Codes w, int32_t x) {
     sum.v += ((Signed)(w.v << up) >> 24) * (static_cast<int32_t>(static_cast<uint32_t>(x) << up) >> 24);
   }
 }
-LLMX_INLINE V to_total(Signed sum) { return {__builtin_convertvector(sum, Floats)}; }
-LLMX_INLINE V total(Dots<Nibble> sum) { return to_total(sum.v); }
-LLMX_INLINE V signed_total(Dots<Nibble> sum, int32_t less) { return to_total(sum.v + less); }
-LLMX_INLINE V signed_total(Dots<Byte> sum, int32_t) { return to_total(sum.v); }
+LLMX_INLINE void dot(Dots<Wider>& sum, Codes w, int32_t x, Codes w2, int32_t x2) { dot(sum, w, x), dot(sum, w2, x2); }
+// `less`: minus what codes were moved up by, times the sum of the row's numbers.
+template <class K> LLMX_INLINE V total(Dots<K> sum) { return {__builtin_convertvector(sum.v, Floats)}; }
+template <class K> LLMX_INLINE V total(Dots<K> sum, int32_t less) {
+  return {__builtin_convertvector(sum.v + less, Floats)};
+}
+LLMX_INLINE V total(Dots<Byte> sum, int32_t) { return {__builtin_convertvector(sum.v, Floats)}; }
 LLMX_INLINE V part_of(F x, int) { return x; }
 LLMX_INLINE V load_part(const float* p) { return load(p); }
 LLMX_INLINE void store_part(float* p, V x) { store(p, x); }

@@ -16,7 +16,8 @@ GROUP, ROUNDED_BYTES = 32, 48  # inputs that are rounded together, and what is k
 WHOLE = 3  # the first of the formats in whole numbers
 FORMATS = {
     **{"F32": 0, "F16": 1, "BF16": 2},
-    **{"q4": 3, "q4+m": 4, "q4*s-m": 5, "q8": 6, "q8+m": 7, "q8*s-m": 8, "q8*f": 9, "q8*f-m": 10, "q8*s": 11},
+    **{"q4": 3, "q4+m": 4, "q4*s-m": 5, "q4*f": 6, "q4*f-m": 7, "q5": 8, "q5+m": 9, "q5*s-m": 10, "q6*f": 11},
+    **{"q8": 12, "q8*s": 13},
 }
 DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
@@ -60,10 +61,7 @@ def pack_codes(
 
     A weight is (d * scale) * code - e * minimum; without scales d * code + e. A unit is 32 inputs, or 256 with scales.
     """
-    words = _filled(codes).view(torch.uint8).unflatten(1, (-1, 2, 16))  # (n_out, groups, halves, 16)
-    if layout.startswith("q4"):
-        words = (words[:, :, 0] & 15 | words[:, :, 1] << 4)[:, :, None]
-    dwords = words.flatten(1).contiguous().view(torch.int32).unflatten(1, (codes.shape[1] // 32, -1))
+    dwords = _dwords(_filled(codes).view(torch.uint8).unflatten(1, (-1, 8, 4)), int(layout[1]))
     vectors = dwords.unflatten(0, (-1, LANES)).permute(0, 2, 3, 1)  # (blocks, groups, vectors, 16)
     at = 0
     for section in (vectors, *(_lanes(part) for part in (scales, minima, d, e) if part is not None)):
@@ -71,6 +69,25 @@ def pack_codes(
         packed[:, at : at + size].view(section.dtype).copy_(section.flatten(1))
         at += size
     assert at == packed.shape[1], "a section is missing"
+
+
+def _dwords(codes: Tensor, bits: int) -> Tensor:
+    """codes (n_out, groups, 8, 4) uint8 -> (n_out, groups, vectors) int32, as `packed.h` says."""
+    parts = [codes]
+    if bits < 8:
+        parts = [codes[:, :, :4] & 15 | codes[:, :, 4:] << 4]
+        high = codes >> 4
+        if bits == 5:
+            parts.append(_side_by_side(high & 1, 1))
+        elif bits == 6:
+            parts += [_side_by_side(half & 3, 2) for half in high.split(4, 2)]
+    return torch.cat(parts, 2).flatten(2).contiguous().view(torch.int32)
+
+
+def _side_by_side(high: Tensor, width: int) -> Tensor:
+    """(n_out, groups, n, 4), numbers of `width` bits -> (n_out, groups, 1, 4), number j in bits j * width and up."""
+    shifts = torch.arange(0, 8, width, dtype=torch.uint8)[:, None]
+    return (high << shifts).sum(2, keepdim=True, dtype=torch.uint8)
 
 
 def _filled(rows: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ namespace LLMX_ISA {
 namespace {
 
 #define LLMX_UNROLL _Pragma("GCC unroll 16")
-constexpr int64_t SOME = 16 * 1024;  // numbers that are worth a task of their own
+constexpr int64_t SOME = 4 * 1024;  // numbers that are worth a task of their own
 
 // What a tile of `rows` rows keeps of each group, rows side by side: 8 dwords of q, then the scale, scale * sum of q,
 // and minus 8 times that sum, of all 32 and of the first 16.
@@ -67,23 +67,37 @@ struct Job {
   int64_t wide;  // blocks in a task
 };
 
-template <int BITS> struct KindOf { using Type = Byte; };
+template <int BITS> struct KindOf { using Type = Wider; };
 template <> struct KindOf<4> { using Type = Nibble; };
+template <> struct KindOf<8> { using Type = Byte; };
 
-// Adds the products of half a group's codes, or with 4 bits of a whole one's.
+// Four inputs' codes, 4j …; moved up, if they have a sign and fewer than 8 bits, by half of what there is.
+template <class Source>
+LLMX_INLINE Codes code(const uint8_t* codes, int j) {
+  if constexpr (Source::BITS == 8) {
+    return load_codes(codes + 4 * LANES * j);
+  } else {
+    const int i = j % 4;
+    Codes found = masked(shifted(load_codes(codes + 4 * LANES * i), j < 4 ? 0 : -4), 15);
+    if constexpr (Source::BITS == 5)
+      found = either(found, masked(shifted(load_codes(codes + 4 * LANES * 4), 4 - j), 16));
+    if constexpr (Source::BITS == 6)
+      found = either(found, masked(shifted(load_codes(codes + 4 * LANES * (4 + j / 4)), 4 - 2 * i), 48));
+    return Source::SIGNED ? flipped(found, 1 << (Source::BITS - 1)) : found;
+  }
+}
+
+// Adds the products of four inputs, and of four others.
 template <class Source, int R, class K>
-LLMX_INLINE void products(const uint8_t* codes, const int32_t* q, Dots<K> (&sums)[R]) {
-LLMX_UNROLL
-  for (int i = 0; i < 4; ++i) {
-    const Codes all = load_codes(codes + 4 * LANES * i);
-    if constexpr (Source::BITS == 4) {
-      Codes low = low_nibbles(all), high = high_nibbles(all);
-      if constexpr (Source::SIGNED) low = signed_nibbles(low), high = signed_nibbles(high);
-      LLMX_UNROLL for (int r = 0; r < R; ++r) dot(sums[r], low, q[i * R + r]);
-      LLMX_UNROLL for (int r = 0; r < R; ++r) dot(sums[r], high, q[(4 + i) * R + r]);
-    } else {
-      LLMX_UNROLL for (int r = 0; r < R; ++r) dot(sums[r], bytes(all), q[i * R + r]);
-    }
+LLMX_INLINE void products(const uint8_t* codes, const int32_t* q, int j, int k, Dots<K> (&sums)[R]) {
+  if constexpr (Source::BITS == 5 || Source::BITS == 6) {
+    const Codes a = code<Source>(codes, j), b = code<Source>(codes, k);
+    LLMX_UNROLL for (int r = 0; r < R; ++r) dot(sums[r], a, q[j * R + r], b, q[k * R + r]);
+  } else {
+    const Codes a = code<Source>(codes, j);
+    LLMX_UNROLL for (int r = 0; r < R; ++r) dot(sums[r], a, q[j * R + r]);
+    const Codes b = code<Source>(codes, k);
+    LLMX_UNROLL for (int r = 0; r < R; ++r) dot(sums[r], b, q[k * R + r]);
   }
 }
 
@@ -96,17 +110,22 @@ LLMX_INLINE void gain(const Source& source, int64_t group, int turn, const int32
 LLMX_UNROLL
   for (int part = 0; part < PARTS; ++part) {
     if (part) __asm__("" : "+r"(x));  // or GCC keeps what all parts read in registers, and runs out of them
-    const uint8_t* codes = source.codes + group * Source::CODES + 4 * WIDE * part + 16 * LANES * turn;
+    const uint8_t* codes = source.codes + group * Source::CODES + 4 * WIDE * part;
     const V weights = part_of(source.scale, part);
     Dots<K> dots[R];
     LLMX_UNROLL for (int r = 0; r < R; ++r) dots[r] = no_dots<K>();
-    products<Source, R, K>(codes, x + 4 * R * turn, dots);
-    if constexpr (Source::BITS == 8 && !Source::FINE) products<Source, R, K>(codes + 16 * LANES, x + 4 * R, dots);
+    if constexpr (Source::FINE) {
+      products<Source, R, K>(codes, x, 4 * turn, 4 * turn + 1, dots);
+      products<Source, R, K>(codes, x, 4 * turn + 2, 4 * turn + 3, dots);
+    } else {
+      LLMX_UNROLL
+      for (int i = 0; i < 4; ++i) products<Source, R, K>(codes, x, i, 4 + i, dots);
+    }
     LLMX_UNROLL for (int r = 0; r < R; ++r) {
       const int32_t mine = !Source::FINE ? less[r] : turn == 0 ? first_less[r] : less[r] - first_less[r];
       float* to = sums[r] + WIDE * part;
       V sum = load_part(to), dotted;
-      if constexpr (Source::SIGNED) dotted = signed_total(dots[r], mine);
+      if constexpr (Source::SIGNED) dotted = total(dots[r], mine * (1 << (Source::BITS - 4)));
       else dotted = total(dots[r]);
       sum = fma(dotted, mul(weights, every(scale[r])), sum);
       if constexpr (Source::MIN) {

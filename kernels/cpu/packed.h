@@ -8,14 +8,16 @@ namespace {
 constexpr int SUPER = 256;  // inputs that share a d where groups have small scales
 
 // The sections of a block of 16 outputs, one after the other; of each group (or 256 inputs) 16 lanes:
-//   codes: per group 4 (4 bits) or 8 (8 bits) vectors of 16 dwords. Dword n of vector i holds inputs 4i … 4i+3 of
-//          output n, a byte each; with 4 bits in the bytes' low halves, and inputs 16+4i … in their high halves.
-//   SMALL: a byte for the scale, then (MIN) a byte for the minimum, of each 32 or 16 inputs; then d and e as float16
-//          of each 256. Else d (and with MIN m) as float16 of each 32.
+//   codes: vectors of 16 dwords, of output n in dword n; a dword is four inputs, a byte each. With 8 bits vector j holds
+//          inputs 4j … 4j+3, j = 0 … 7. With fewer, vector j = 0 … 3 holds the low four bits of inputs 4j …, and in the
+//          bytes' high halves those of inputs 16+4j … ; then the rest: bit j of a byte of vector 4 is the fifth bit of
+//          what byte of inputs 4j …; or bits 2(j % 4) and the next of vector 4 + j / 4 are its fifth and sixth.
+//   SMALL: a byte for the scale, then (MIN) a byte for the minimum, of each 32 or (FINE) 16 inputs; then d and e as
+//          float16 of each 256. Else d (and with MIN m) as float16 of each 32.
 // A weight is (d * scale) * code - e * minimum, or d * code + m.
 template <int BITS_, bool SIGNED_, bool SMALL, bool FINE_, bool MIN_>
 struct Packed {
-  static constexpr int BITS = BITS_, CODES = BITS == 4 ? 256 : 512;
+  static constexpr int BITS = BITS_, CODES = 64 * BITS;
   static constexpr bool SIGNED = SIGNED_, FINE = FINE_, MIN = MIN_;
   const uint8_t *codes, *scales, *minima, *d, *e;
   F scale, minimum;
@@ -43,10 +45,18 @@ struct Packed {
   }
   // Of input 16 * part + 4 * i + byte of the group.
   LLMX_INLINE F weight(int64_t group, int part, int i, int byte) const {
-    const int vector = BITS == 4 ? i : 4 * part + i, shift = 8 * byte + (BITS == 4 ? 4 * part : 0);
-    const I words = load_words(codes + group * CODES + 64 * vector);
-    const I code = SIGNED ? right_signed(left(words, 32 - BITS - shift), 32 - BITS)
-                          : both(right(words, shift), (1 << BITS) - 1);
+    const uint8_t* at = codes + group * CODES;
+    const int j = 4 * part + i;
+    I code = load_words(at + 64 * (BITS == 8 ? j : i));
+    if constexpr (BITS == 8) {
+      code = right_signed(left(code, 24 - 8 * byte), 24);
+    } else {
+      code = both(right(code, 8 * byte + 4 * part), 15);
+      if constexpr (BITS == 5) code = either(code, left(both(right(load_words(at + 256), 8 * byte + j), 1), 4));
+      if constexpr (BITS == 6)
+        code = either(code, left(both(right(load_words(at + 256 + 64 * part), 8 * byte + 2 * i), 3), 4));
+      if constexpr (SIGNED) code = right_signed(left(code, 32 - BITS), 32 - BITS);
+    }
     const F value = mul(to_float(code), scale);
     if constexpr (MIN) return add(value, minimum);
     return value;
@@ -58,12 +68,14 @@ struct Packed {
   USE(3, Packed<4, true, false, false, false>)     \
   USE(4, Packed<4, false, false, false, true>)     \
   USE(5, Packed<4, false, true, false, true>)      \
-  USE(6, Packed<8, true, false, false, false>)     \
-  USE(7, Packed<8, true, false, false, true>)      \
-  USE(8, Packed<8, true, true, false, true>)       \
-  USE(9, Packed<8, true, true, true, false>)       \
-  USE(10, Packed<8, true, true, true, true>)       \
-  USE(11, Packed<8, true, true, false, false>)
+  USE(6, Packed<4, true, true, true, false>)       \
+  USE(7, Packed<4, false, true, true, true>)       \
+  USE(8, Packed<5, true, false, false, false>)     \
+  USE(9, Packed<5, false, false, false, true>)     \
+  USE(10, Packed<5, false, true, false, true>)     \
+  USE(11, Packed<6, true, true, true, false>)      \
+  USE(12, Packed<8, true, false, false, false>)    \
+  USE(13, Packed<8, true, true, false, false>)
 
 // Sixteen outputs of a row to `to`, or as many as there are.
 LLMX_INLINE void put_outputs(float* to, F sum, const float* bias, int64_t left) {

@@ -45,6 +45,7 @@ LLMX_INLINE I left(I a, int n) { return {_mm512_slli_epi32(a.v, static_cast<unsi
 LLMX_INLINE I right(I a, int n) { return {_mm512_srli_epi32(a.v, static_cast<unsigned>(n))}; }
 LLMX_INLINE I right_signed(I a, int n) { return {_mm512_srai_epi32(a.v, static_cast<unsigned>(n))}; }
 LLMX_INLINE I both(I a, int mask) { return {_mm512_and_si512(a.v, _mm512_set1_epi32(mask))}; }
+LLMX_INLINE I either(I a, I b) { return {_mm512_or_si512(a.v, b.v)}; }
 LLMX_INLINE F to_float(I a) { return {_mm512_cvtepi32_ps(a.v)}; }
 LLMX_INLINE F sub(F a, F b) { return {_mm512_sub_ps(a.v, b.v)}; }
 LLMX_INLINE F div(F a, F b) { return {_mm512_div_ps(a.v, b.v)}; }
@@ -110,6 +111,7 @@ LLMX_INLINE I both(I x, int mask) {
   const __m256i m = _mm256_set1_epi32(mask);
   return {_mm256_and_si256(x.a, m), _mm256_and_si256(x.b, m)};
 }
+LLMX_INLINE I either(I x, I y) { return {_mm256_or_si256(x.a, y.a), _mm256_or_si256(x.b, y.b)}; }
 LLMX_INLINE F to_float(I x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
 LLMX_INLINE F sub(F x, F y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }
 LLMX_INLINE F div(F x, F y) { return {_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)}; }
@@ -215,6 +217,7 @@ LLMX_INLINE I left(I a, int n) { return {a.v << static_cast<uint32_t>(n)}; }
 LLMX_INLINE I right(I a, int n) { return {a.v >> static_cast<uint32_t>(n)}; }
 LLMX_INLINE I right_signed(I a, int n) { return {(Words)((Signed)a.v >> n)}; }
 LLMX_INLINE I both(I a, int mask) { return {a.v & static_cast<uint32_t>(mask)}; }
+LLMX_INLINE I either(I a, I b) { return {a.v | b.v}; }
 LLMX_INLINE F to_float(I a) { return {__builtin_convertvector((Signed)a.v, Floats)}; }
 LLMX_INLINE F sub(F a, F b) { return {a.v - b.v}; }
 LLMX_INLINE F div(F a, F b) { return {a.v / b.v}; }

@@ -14,7 +14,7 @@ class Q2_K(PartedScheme):
     kind = "Q2_K"
     size = 256
     block_bytes = 84
-    kernel_layout = "q8*f-m"
+    kernel_layout = "q4*f-m"
 
     def parts(self, blocks: Tensor) -> Parts:
         packed = blocks[:, :16]

@@ -15,7 +15,7 @@ class Q3_K(PartedScheme):
     kind = "Q3_K"
     size = 256
     block_bytes = 110
-    kernel_layout = "q8*f"
+    kernel_layout = "q4*f"
 
     def parts(self, blocks: Tensor) -> Parts:
         q = numbers(blocks[:, 32:96], 2, 32) | numbers(blocks[:, :32], 1, 32) << 2

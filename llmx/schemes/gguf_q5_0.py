@@ -12,7 +12,7 @@ class Q5_0(PartedScheme):
     kind = "Q5_0"
     block_bytes = 22
     error = 0.06
-    kernel_layout = "q8"
+    kernel_layout = "q5"
 
     def parts(self, blocks: Tensor) -> Parts:
         q = numbers(blocks[:, 6:], 4, 16) | numbers(blocks[:, 2:6], 1) << 4

@@ -12,7 +12,7 @@ class Q5_1(PartedScheme):
     kind = "Q5_1"
     block_bytes = 24
     error = 0.05
-    kernel_layout = "q8+m"
+    kernel_layout = "q5+m"
 
     def parts(self, blocks: Tensor) -> Parts:
         q = numbers(blocks[:, 8:], 4, 16) | numbers(blocks[:, 4:8], 1) << 4

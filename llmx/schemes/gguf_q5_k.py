@@ -14,7 +14,7 @@ class Q5_K(PartedScheme):
     kind = "Q5_K"
     size = 256
     block_bytes = 176
-    kernel_layout = "q8*s-m"
+    kernel_layout = "q5*s-m"
 
     def parts(self, blocks: Tensor) -> Parts:
         q = numbers(blocks[:, 48:], 4, 32) | numbers(blocks[:, 16:48], 1, 32) << 4

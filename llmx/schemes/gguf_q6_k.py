@@ -15,7 +15,7 @@ class Q6_K(PartedScheme):
     kind = "Q6_K"
     size = 256
     block_bytes = 210
-    kernel_layout = "q8*f"
+    kernel_layout = "q6*f"
 
     def parts(self, blocks: Tensor) -> Parts:
         q = numbers(blocks[:, :128], 4, 64) | numbers(blocks[:, 128:192], 2, 32) << 4

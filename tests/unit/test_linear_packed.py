@@ -73,13 +73,10 @@ def test_packed_numbers_are_those_that_were_stored(isa: str, kind: str, n_in: in
 def test_small_blocks_of_k_types_keep_their_bits_in_fewer_bytes() -> None:
     """The point of it: what a pass reads is about what the file holds, where a layout has been made for it."""
     bits = {s.kind: packed_of(s, random_blocks(s, 16, 512))[1].numel() * 8 / (16 * 512) for s in BLOCKS}
-    assert {k: bits[k] for k in ("Q4_0", "Q4_1", "Q4_K", "Q8_0")} == {
-        "Q4_0": 4.5,
-        "Q4_1": 5,
-        "Q4_K": 4.625,
-        "Q8_0": 8.5,
+    assert {k: round(v, 4) for k, v in bits.items() if v < 32} == {
+        **{"Q4_0": 4.5, "Q4_1": 5, "Q4_K": 4.625, "Q5_0": 5.5, "Q5_1": 6, "Q5_K": 5.625, "Q6_K": 6.5625, "Q8_0": 8.5},
+        **{"Q3_K": 4.5625, "Q2_K": 5.125, "IQ4_NL": 8.5, "IQ4_XS": 8.3125},
     }
-    assert max(bits[k] for k in ("Q2_K", "Q3_K", "Q5_0", "Q5_1", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS")) < 9.2
 
 
 @pytest.mark.parametrize("scheme", BLOCKS, ids=lambda s: s.kind)
@@ -105,9 +102,9 @@ def test_a_product_is_right(isa: str, n_out: int, n_in: int, bias: bool) -> None
         assert float(((got - want).abs() / scale).max()) < 3e-7
 
 
-@pytest.mark.parametrize("layout", ["F32", "q4+m", "q8*f"])
+@pytest.mark.parametrize("layout", ["F32", "q4+m", "q6*f"])
 def test_a_rows_bits_depend_on_neither_rows_nor_threads(isa: str, layout: str) -> None:
-    kinds = {"q4+m": "Q4_1", "q8*f": "Q6_K"}
+    kinds = {"q4+m": "Q4_1", "q6*f": "Q6_K"}
     if layout == "F32":
         packed = as_plain(draw(100, 512))
     else:
