@@ -1,4 +1,5 @@
-"""A Hugging Face Hub on the loopback interface: the requests that huggingface_hub makes to fetch a model, and failures.
+"""A Hugging Face Hub on the loopback interface: the requests that huggingface_hub makes to fetch a model, or a file of
+a data set, and failures.
 
 Files of safetensors and GGUF lie, as there, behind a redirect to another path; the others are served where they are.
 """
@@ -84,7 +85,8 @@ class Handler(BaseHTTPRequestHandler):
         token = self.headers.get("Authorization", "").removeprefix("Bearer ")
         if token and not token.startswith("hf_"):
             return self._send(401, b"", {"X-Error-Message": "Invalid credentials in Authorization header"})
-        parts = path.strip("/").split("/")
+        whole = urlsplit(self.path).path.removeprefix("/datasets").strip("/")
+        parts = [unquote(part) for part in whole.split("/")]  # a revision may have slashes in it
         if parts[:2] == ["api", "models"]:
             return self._describe("/".join(parts[2:4]), "/".join(parts[5:]), token)
         if parts[2] in ("resolve", "large"):

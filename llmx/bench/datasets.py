@@ -1,19 +1,20 @@
-"""What is asked: random prompts, prompts that share beginnings, or a file's (JSONL, Spec-Bench). Seeded."""
+"""What is asked: random prompts, prompts that share beginnings, or a file's. Seeded."""
 
 from __future__ import annotations
 
-import json
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
+from llmx.bench.entries import COLUMNS, Entry, entry
 from llmx.bench.workload import Job, Messages, Span, mixed_lengths, random_prompt
 from llmx.errors import UsageError
+from llmx.formats.hub_data import locate_data
+from llmx.formats.rows import read_rows
 
 RANDOM, PREFIXES = "random", "prefix-repetition"
-ROLES = ("system", "developer", "user", "assistant", "tool")
+Say = Callable[[str], None]
 _WORDS = (
     "time year people way day man thing woman life child world school state family student group country problem "
     "hand part place case week company system program question work government number night point home water room "
@@ -27,16 +28,10 @@ WORDS = _WORDS.split()
 
 
 @dataclass(frozen=True)
-class Entry:
-    """One line of a file. `output_len` None: the line doesn't say."""
-
-    prompt: str | Messages
-    output_len: int | None = None
-
-
-@dataclass(frozen=True)
 class Dataset:
-    """`kind`: random, prefix-repetition, or a file's path. `exact`: whether outputs go on to the asked length."""
+    """`kind`: random, prefix-repetition, or a file's name. `exact`: whether outputs go on to the asked length.
+
+    skipped: rows of the file that ask nothing."""
 
     kind: str
     input_len: Span
@@ -46,6 +41,7 @@ class Dataset:
     suffix_len: int = 256
     prefixes: int = 10
     entries: tuple[Entry, ...] = ()
+    skipped: int = 0
 
     @property
     def of_ids(self) -> bool:
@@ -68,57 +64,36 @@ class Dataset:
         found: dict[str, object] = {"dataset": self.kind, "output_len": str(self.output_len), "ignore_eos": self.exact}
         if self.kind == PREFIXES:
             return found | {"prefix_len": self.prefix_len, "suffix_len": self.suffix_len, "prefixes": self.prefixes}
-        return found | ({"entries": len(self.entries)} if self.entries else {"input_len": str(self.input_len)})
+        if self.entries:
+            return found | {"entries": len(self.entries), "entries_skipped": self.skipped}
+        return found | {"input_len": str(self.input_len)}
 
 
-def open_dataset(name: str, exact: bool | None, **sizes: Any) -> Dataset:
-    """A dataset by --dataset. `exact` None: as fits it: a file's texts end where the model ends them. UsageError."""
+def open_dataset(name: str, exact: bool | None, say: Say = lambda line: None, **sizes: Any) -> Dataset:
+    """A dataset by --dataset. `exact` None: as fits it: a file's texts end where the model ends them. `say` is told of
+    what takes time. UsageError, or LlmxError where the hub does not give a file."""
     if name in (RANDOM, PREFIXES):
         return Dataset(name, exact=exact is not False, **sizes)
-    path = Path(name)
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+    path = locate_data(name, say)
+    if not path.is_file():
         raise UsageError(
-            f"--dataset {name} can't be read: {reason}.", f"There are {RANDOM}, {PREFIXES}, and files of JSON lines."
-        ) from None
-    entries = tuple(_entry(line, f"{name}, line {at}") for at, line in enumerate(lines, 1) if line.strip())
+            f"--dataset {name} can't be read: there is no such file.",
+            f"There are {RANDOM}, {PREFIXES}, files of JSON lines, of a JSON list, or Parquet, and hf:ORG/NAME/FILE.",
+        )
+    found = [entry(row) for row in read_rows(path, f"--dataset {name}", COLUMNS)]
+    entries = tuple(one for one in found if one is not None)
     if not entries:
         raise UsageError(f"--dataset {name} holds no prompts.")
-    return Dataset(name, exact=exact is True, entries=entries, **sizes)
+    return Dataset(name, exact=exact is True, entries=entries, skipped=len(found) - len(entries), **sizes)
 
 
-def _entry(line: str, where: str) -> Entry:
-    """{"prompt", "output_tokens"?}, {"messages": [..], "output_tokens"?}, or Spec-Bench's {"turns": [..]}.
-
-    Of several turns the first is asked: the others need the model's answers."""
-    try:
-        data = json.loads(line)
-    except ValueError:
-        data = None
-    if not isinstance(data, dict):
-        raise UsageError(f"{where} is not a JSON object.")
-    length = data.get("output_tokens")
-    if length is not None and (type(length) is not int or length < 1):
-        raise UsageError(f"{where}: output_tokens must be a whole number of at least 1, not {length!r}.")
-    if isinstance(data.get("prompt"), str) and data["prompt"]:
-        return Entry(data["prompt"], length)
-    if isinstance(turns := data.get("turns"), list) and turns and isinstance(turns[0], str) and turns[0]:
-        return Entry(({"role": "user", "content": turns[0]},), length)
-    if isinstance(messages := data.get("messages"), list) and messages and all(map(_is_message, messages)):
-        return Entry(tuple({"role": m["role"], "content": m["content"]} for m in messages), length)
-    raise UsageError(
-        f"{where} has no prompt: a text `prompt`, `messages` of role and content, or Spec-Bench's `turns`."
+def sized(dataset: Dataset, count: Callable[[str], int]) -> Dataset:
+    """With outputs as long as the answers that the file tells. `count`: tokens of a text."""
+    entries = tuple(
+        one if one.output_len is not None or one.answer is None else replace(one, output_len=max(1, count(one.answer)))
+        for one in dataset.entries
     )
-
-
-def _is_message(message: Any) -> bool:
-    return (
-        isinstance(message, dict)
-        and message.get("role") in ROLES
-        and isinstance(message.get("content"), str)
-    )  # fmt: skip
+    return replace(dataset, entries=entries)
 
 
 def make_jobs(dataset: Dataset, ids: Sequence[int], count: int, seed: int, nonce: str) -> list[Job]:

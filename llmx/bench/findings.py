@@ -81,7 +81,9 @@ class Run:
 
 @dataclass
 class Findings:
-    """Lists grow while the bench runs. `info`: of the engine here; `server`: what is at a URL instead."""
+    """Lists grow while the bench runs. `info`: of the engine here; `server`: what is at a URL instead.
+
+    identity: which weights the model here is, as the report shows it."""
 
     plan: Plan
     info: EngineInfo | None = None
@@ -91,6 +93,7 @@ class Findings:
     decode: list[float] = field(default_factory=list)
     runs: list[Run] = field(default_factory=list)
     interrupted: bool = False
+    identity: Mapping[str, Any] = field(default_factory=dict)
 
     def names(self) -> list[str]:
         """Paths of the figures that a whole run of the plan can have, for who wants to know before it."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from llmx.bench import rates, serving
 from llmx.bench.baseline import Transformers
 from llmx.bench.ceilings import measure_ceilings
-from llmx.bench.datasets import make_jobs, warm_up_jobs
+from llmx.bench.datasets import make_jobs, sized, warm_up_jobs
 from llmx.bench.findings import Findings, Run
 from llmx.bench.plan import STATIC, TRANSFORMERS, Load, Point
 from llmx.bench.workload import Job, vocabulary
@@ -57,11 +57,12 @@ def _serve(llm: LLM, found: Findings, load: Load, ids: Sequence[int], tell: Tell
     if any(point.contender == TRANSFORMERS for point in load.points):
         tell("loading the model in transformers")
         theirs = Transformers(llm.config.model, llm.info.dtype, llm.info.device, load.static_batch)
+    dataset = sized(load.dataset, lambda text: len(llm.tokenizer.encode(text, add_special=False, parse_special=False)))
     for turn in range(load.repeat):
         for point in load.points:
             label = point.label(load.is_sweep)
             nonce = "" if load.warm_prefix else f"{label}/{turn}"
-            jobs = encoded(llm, make_jobs(load.dataset, ids, load.requests, found.plan.seed, nonce))
+            jobs = encoded(llm, make_jobs(dataset, ids, load.requests, found.plan.seed, nonce))
             if turn == 0:
                 tell(f"serving ({label}): {load.requests} requests, after a warm-up")
                 _warm_up(llm, theirs, load, point, warm_jobs(load, point, jobs, ids, label))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from llmx.commands import options as o
-from llmx.commands.ready import model_facts, progress, ready, ticker
+from llmx.commands.ready import identity, model_facts, progress, ready, ticker
 from llmx.errors import CheckFailed, UsageError
 from llmx.gates import Gate, Verdict, judge, parse_gates, require
 
@@ -81,8 +81,8 @@ def bench(
     dataset: Annotated[
         str,
         typer.Option(
-            help='random, prefix-repetition, or a file: lines of {"prompt", "output_tokens"}, {"messages"} or '
-            "Spec-Bench's questions.",
+            help='random, prefix-repetition, or a file, also hf:ORG/NAME/FILE of the hub: rows of {"prompt", '
+            '"output_tokens"}, {"messages"}, Spec-Bench\'s questions or ShareGPT\'s talks, as JSON or Parquet.',
             **_LOAD,
         ),
     ] = "random",
@@ -188,15 +188,17 @@ def _load(flags: Mapping[str, Any]) -> Load:
     if arrivals is None:
         arrivals = "poisson" if burstiness in (None, 1.0) else "gamma"
     contenders = (SERVER,) if flags["url"] is not None else _contenders(flags)
-    dataset = open_dataset(
-        flags["dataset"],
-        flags["ignore_eos"],
-        input_len=parse_span(flags["input_len"], "--input-len"),
-        output_len=parse_span(flags["output_len"], "--output-len"),
-        prefix_len=flags["prefix_len"],
-        suffix_len=flags["suffix_len"],
-        prefixes=flags["num_prefixes"],
-    )
+    with ticker() as say:
+        dataset = open_dataset(
+            flags["dataset"],
+            flags["ignore_eos"],
+            say,
+            input_len=parse_span(flags["input_len"], "--input-len"),
+            output_len=parse_span(flags["output_len"], "--output-len"),
+            prefix_len=flags["prefix_len"],
+            suffix_len=flags["suffix_len"],
+            prefixes=flags["num_prefixes"],
+        )
     return Load(
         dataset,
         flags["requests"],
@@ -266,6 +268,7 @@ def _here(flags: Mapping[str, Any], name: str, plan: Plan) -> Findings:
              "max_num_batched_tokens", "memory_utilization", "block_size", "threads", "tp", "seed")  # fmt: skip
     config = o.engine_config(name, **{key: flags[key] for key in names})
     ready(name)
+    identified = identity(name)
     from llmx.bench.findings import Findings
     from llmx.bench.run import measure
     from llmx.llm import LLM
@@ -274,7 +277,7 @@ def _here(flags: Mapping[str, Any], name: str, plan: Plan) -> Findings:
         llm = LLM(config=config, progress=tell)
     with llm:
         plan.check(llm.info.max_model_len)
-        found = Findings(plan, llm.info)
+        found = Findings(plan, llm.info, identity=identified)
         with ticker() as say:
             measure(llm, found, say)
     return found
@@ -404,10 +407,11 @@ def _write(path: Path, text: str) -> None:
 
 def make_report(found: Findings, results: Mapping[str, Any], defaulted: bool, started: datetime) -> Report:
     from llmx.bench.definitions import DEFINITIONS
+    from llmx.formats import identity as weights
     from llmx.report import Report
 
     if found.info is not None:
-        model = model_facts(found.info)
+        model = model_facts(found.info, found.identity)
     else:
         assert found.server is not None
         model = {"name": found.server.model, "url": found.server.root + found.server.path}
@@ -416,7 +420,7 @@ def make_report(found: Findings, results: Mapping[str, Any], defaulted: bool, st
         _infinite(results),
         model=model,
         model_defaulted=defaulted,
-        definitions=DEFINITIONS,
+        definitions=DEFINITIONS | (weights.DEFINITIONS if found.info is not None else {}),
         kernels=dict(found.info.kernels) if found.info is not None else {},
         seeds={"workload": found.plan.seed},
         started=started,

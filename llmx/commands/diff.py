@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from llmx.commands import options as o
-from llmx.commands.ready import ready, ticker
+from llmx.commands.ready import identity, ready, ticker
 from llmx.errors import CheckFailed, UsageError
 
 PROMPT = "The quick brown fox jumps over the lazy dog. In 1969, two people walked on the"
@@ -70,9 +70,11 @@ def diff(
     given = None if ids is None else _ids(ids)
     for name in dict.fromkeys((config.model, other.model)):
         ready(name)
+    weights = [identity(one.model) for one in (config, other)]
     from llmx.device import yield_while_waiting
 
     yield_while_waiting()
+    from llmx.formats.identity import DEFINITIONS as formulae
     from llmx.inspect.compare import compare
     from llmx.inspect.show import DEFINITIONS, figures, lines
     from llmx.inspect.side import Side
@@ -81,7 +83,8 @@ def diff(
     sides = Side(config, kernels_a), Side(other, kernels_b or kernels_a)
     with ticker() as say:
         found = compare(*sides, prompt=prompt, ids=given, tokens=tokens, tolerance=tolerance, say=say)
-    report = Report("diff", figures(found), model={"name": a}, definitions=DEFINITIONS, started=started)
+    facts = {"name": a, **weights[0], "b": {"name": other.model, **weights[1]}}
+    report = Report("diff", figures(found), model=facts, definitions=DEFINITIONS | formulae, started=started)
     if json == Path("-"):
         typer.echo(jsonlib.dumps(report.to_dict(), indent=2, ensure_ascii=False))
     else:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from llmx.commands import options as o
-from llmx.commands.ready import model_facts, ready, ticker
+from llmx.commands.ready import identity, model_facts, ready, ticker
 from llmx.errors import UsageError
 from llmx.gates import enforce, judge, parse_gates, require
 
@@ -44,8 +44,8 @@ def eval(
     dataset: Annotated[
         str | None,
         typer.Option(
-            metavar="ORG/NAME:FILE",
-            help="Text from a data set of the Hugging Face Hub: FILE is .parquet (needs pyarrow), .jsonl or text.",
+            metavar="hf:ORG/NAME/FILE",
+            help="Text from a data set of the hub, or a file here: .parquet (needs pyarrow), .jsonl, .json or text.",
             **_WORK,
         ),
     ] = None,
@@ -145,6 +145,7 @@ def eval(
 
         wanted = Wanted.parse(tasks, tasks_path, tasks_limit, tasks_chat)
     ready(name)
+    found.identity = identity(name)
     if scores:
         _score(config, reference, found)
     if tasks is not None and not found.interrupted:
@@ -181,6 +182,7 @@ def _score(config: EngineConfig, reference: str | None, found: Findings) -> None
 
     if reference is not None:
         ready(reference)
+        found.reference_identity = identity(reference)
     # What is compared is the model and its arithmetic against exact products.
     other = None if reference is None else _model(replace(config, model=reference, activations="bf16"))
     with ticker() as say:
@@ -203,6 +205,7 @@ def _publish(
 
     from llmx.evals.figures import DEFINITIONS
     from llmx.evals.table import show
+    from llmx.formats import identity as weights
     from llmx.report import Report
 
     results = found.results()
@@ -212,9 +215,9 @@ def _publish(
     report = Report(
         "eval",
         results,
-        model={"name": name} if found.info is None else model_facts(found.info),
+        model={"name": name, **found.identity} if found.info is None else model_facts(found.info, found.identity),
         model_defaulted=defaulted,
-        definitions=DEFINITIONS,
+        definitions=DEFINITIONS | weights.DEFINITIONS,
         kernels={} if found.info is None else dict(found.info.kernels),
         seeds={"text": found.plan.seed},
         started=started,

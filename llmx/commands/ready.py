@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import typer
@@ -72,9 +73,24 @@ def ticker() -> Iterator[Callable[[str], None]]:
         yield lambda line: status.update(line)
 
 
-def model_facts(info: EngineInfo) -> dict[str, Any]:
+def identity(name: str) -> dict[str, Any]:
+    """Which weights `name` is, for a report: sha256 and revision; of random ones, nothing. To be called after `ready`,
+    before anything is timed: a file that wasn't hashed before is read."""
+    if name.startswith("random:"):
+        return {}
+    from llmx.formats.hub import locate
+    from llmx.formats.identity import identify
+
+    path = locate(name).path
+    if not is_terminal():
+        return identify(path)
+    with progress(f"hashing {name}") as tell:
+        return identify(path, tell)
+
+
+def model_facts(info: EngineInfo, identified: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
     """What a report says of the model: everything but the kernels, which have their own place."""
     facts = asdict(info)
     facts["name"] = facts.pop("model")
     del facts["kernels"]
-    return facts
+    return {**facts, **identified}

@@ -1,82 +1,38 @@
-"""Text from one file of a data set repository of the Hugging Face Hub, through huggingface_hub and its cache."""
+"""Text from one file of a data set, on the disk or on the Hugging Face Hub."""
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
-from llmx.errors import LlmxError, UsageError
+from llmx.errors import UsageError
 from llmx.evals.text import Written, decode
+from llmx.formats.hub_data import locate_data
+from llmx.formats.rows import Row, read_rows
 
 COLUMN = "text"
-_NAME = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?:(?P<file>[^:]+)", re.ASCII)
+OF_ROWS = (".parquet", ".jsonl", ".ndjson", ".json")
 
 
 def fetch(name: str, say: Callable[[str], None]) -> Written:
-    """`ORG/NAME[@REVISION]:FILE` as one text. A .parquet or .jsonl file gives its column `text`, its rows joined by an
-    empty line, as the GPTQ and AWQ papers read WikiText-2; any other is text itself.
+    """`hf:ORG/NAME/FILE`, ORG/NAME:FILE or a path as one text. A .parquet, .jsonl or .json file gives its column
+    `text`, its rows joined by an empty line, as the GPTQ and AWQ papers read WikiText-2; any other is text itself.
 
     UsageError for a name or a file that can't be; LlmxError where the hub doesn't give it.
     """
-    found = _NAME.fullmatch(name)
-    if found is None:
-        raise UsageError(
-            f"--dataset {name} names no file of a data set.",
-            hint="write ORG/NAME:FILE, such as Salesforce/wikitext:wikitext-2-raw-v1/test-00000-of-00001.parquet",
-        )
-    say(f"fetching {name}")
-    path = _download(name, found["repo"], found["file"], found["revision"])
-    if path.suffix == ".parquet":
-        return Written("dataset", name, "\n\n".join(_parquet(path, name)))
-    if path.suffix in (".jsonl", ".ndjson"):
-        return Written("dataset", name, "\n\n".join(_lines(decode(path.read_bytes(), name), name)))
-    return Written("dataset", name, decode(path.read_bytes(), name))
-
-
-def _download(name: str, repo: str, file: str, revision: str | None) -> Path:
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
+    path = locate_data(name, say)
+    if path.suffix in OF_ROWS:
+        text = "\n\n".join(map(_text, read_rows(path, f"--dataset {name}", (COLUMN,))))
+        if not text.strip():
+            raise UsageError(f"--dataset {name} holds no text.")
+        return Written("dataset", name, text)
     try:
-        return Path(hf_hub_download(repo, file, repo_type="dataset", revision=revision))
-    except HFValidationError as error:
-        raise UsageError(f"--dataset {name}: {error}") from error
-    except LocalEntryNotFoundError as error:
-        raise LlmxError(
-            f"--dataset {name} is not in the hub's cache, and the hub can't be reached.",
-            hint="download the file elsewhere and give it with --text",
-        ) from error
-    except HfHubHTTPError as error:
-        why = str(error).strip().splitlines()
-        raise LlmxError(f"The hub does not give {name}: {why[-1] if why else type(error).__name__}") from error
+        return Written("dataset", name, decode(path.read_bytes(), name))
     except OSError as error:
-        raise LlmxError(f"{name} can't be fetched: {error}") from error
+        raise UsageError(f"--dataset {name} can't be read: {error.strerror}.") from error
 
 
-def _parquet(path: Path, name: str) -> list[str]:
-    try:
-        import pyarrow.parquet
-    except ImportError:
-        raise UsageError(f"{name} is a parquet file, which needs pyarrow.", hint="Run: pip install pyarrow") from None
-    try:
-        table = pyarrow.parquet.read_table(path, columns=[COLUMN])
-    except (pyarrow.ArrowException, OSError) as error:
-        raise UsageError(f"{name} can't be read: {error}") from error
-    if COLUMN not in table.column_names:
-        raise UsageError(f"{name} has no column {COLUMN!r}.")
-    rows: list[str] = table[COLUMN].to_pylist()
-    return rows
-
-
-def _lines(text: str, name: str) -> Iterator[str]:
-    for number, line in enumerate(text.splitlines(), start=1):
-        if line.strip():
-            try:
-                row = json.loads(line)[COLUMN]
-            except (ValueError, KeyError, TypeError):
-                row = None
-            if not isinstance(row, str):
-                raise UsageError(f"{name}, line {number}: no object with the text {COLUMN!r}.")
-            yield row
+def _text(row: Row) -> str:
+    found = None if row.data is None else row.data.get(COLUMN)
+    if not isinstance(found, str):
+        raise UsageError(f"{row.where}: no object with the text {COLUMN!r}.")
+    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -58,7 +59,7 @@ def make_plan(
 
 @dataclass
 class Findings:
-    """What an evaluation has found so far."""
+    """What an evaluation has found so far. `identity`: which weights the two models are, as the report shows it."""
 
     plan: Plan
     info: EngineInfo | None = None
@@ -70,6 +71,8 @@ class Findings:
     scores: Scores | None = None
     interrupted: bool = False
     tasks: dict[str, Any] = field(default_factory=dict)
+    identity: Mapping[str, Any] = field(default_factory=dict)
+    reference_identity: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def scored(self) -> int:
@@ -99,7 +102,7 @@ class Findings:
             if "kld" in values:
                 found |= figures.distance(values)
         if self.reference is not None:
-            found["reference"] = facts(self.reference)
+            found["reference"] = facts(self.reference) | dict(self.reference_identity)
         if self.tasks:
             found["tasks"] = self.tasks
         return found

@@ -134,6 +134,10 @@ class MappedCheckpoint:
     def names(self) -> Sequence[str]:
         return tuple(self._regions)
 
+    def files(self) -> tuple[Path, ...]:
+        """The files that hold the tensors, each once, in the order of the tensors."""
+        return tuple(dict.fromkeys(region.file.path for region in self._regions.values()))
+
     def __contains__(self, name: object) -> bool:
         return name in self._regions
 

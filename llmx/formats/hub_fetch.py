@@ -27,6 +27,7 @@ from llmx.formats.hub_names import HubName
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import ModelInfo, RepoSibling
 
+MODEL, DATA = "model", "data set"
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
@@ -93,6 +94,16 @@ def config_of(name: HubName) -> Path:
 
     with _quiet(), _explained(name):
         return Path(hf_hub_download(name.repo, "config.json", revision=name.revision))
+
+
+def data_file(repo: str, file: str, revision: str) -> Path:
+    """One file of a data set, from the cache or the hub. UsageError for a name that the hub does not have; LlmxError if
+    the hub, the network or the disk does not do it."""
+    from huggingface_hub import hf_hub_download
+
+    name = HubName(repo, revision, file)
+    with _quiet(), _explained(name, DATA):
+        return Path(hf_hub_download(repo, file, repo_type="dataset", revision=revision, library_name="llmx"))
 
 
 def is_offline() -> bool:
@@ -246,7 +257,7 @@ def _quiet() -> Iterator[None]:
 
 
 @contextmanager
-def _explained(name: HubName) -> Iterator[None]:
+def _explained(name: HubName, kind: str = MODEL) -> Iterator[None]:
     """Turns what huggingface_hub, the network and the disk raise into one sentence and a hint."""
     from huggingface_hub import errors
 
@@ -263,7 +274,7 @@ def _explained(name: HubName) -> Iterator[None]:
         while isinstance(cause, errors.LocalEntryNotFoundError) and isinstance(cause.__cause__, Exception):
             cause = cause.__cause__
         if isinstance(cause, errors.HfHubHTTPError):
-            raise _refused(name, cause) from error
+            raise _refused(name, cause, kind) from error
         if isinstance(cause, errors.OfflineModeIsEnabled):
             raise LlmxError(
                 f"{name} is not, or not completely, in the cache {_cache()}, and HF_HUB_OFFLINE forbids to fetch it.",
@@ -280,11 +291,11 @@ def _explained(name: HubName) -> Iterator[None]:
         ) from error
 
 
-def _refused(name: HubName, error: Any) -> LlmxError:
+def _refused(name: HubName, error: Any, kind: str) -> LlmxError:
     """What an HTTP status of the hub means. `error`: an HfHubHTTPError."""
     from huggingface_hub import errors
 
-    page, tokens = f"{_endpoint()}/{name.repo}", f"{_endpoint()}/settings/tokens"
+    page, tokens = f"{_endpoint()}/{'datasets/' if kind == DATA else ''}{name.repo}", f"{_endpoint()}/settings/tokens"
     status = error.response.status_code
     if isinstance(error, errors.GatedRepoError):
         return LlmxError(
@@ -295,9 +306,13 @@ def _refused(name: HubName, error: Any) -> LlmxError:
         )
     if isinstance(error, errors.RevisionNotFoundError):
         return UsageError(f"{name.repo} has no revision {name.revision!r}.", hint=f"See {page}/tree/main")
+    if isinstance(error, errors.EntryNotFoundError):
+        return UsageError(f"{name.repo} has no file {name.what!r}.", hint=f"See {page}/tree/{name.revision}")
     if isinstance(error, errors.RepositoryNotFoundError):
+        here = "folder" if kind == MODEL else "file"
         return UsageError(
-            f"There is no model {name.repo}: no such folder here, and no such repository on the hub, or a private one.",
+            f"There is no {kind} {name.repo}: no such {here} here, and no such repository on the hub, or a private "
+            "one.",
             hint=f"Check the name at {page}; for a private one, set HF_TOKEN to a token from {tokens}",
         )
     if status in (401, 403):

@@ -175,6 +175,21 @@ def test_a_question_file_is_asked_until_the_model_ends(tmp_path: Path) -> None:
     assert found["results"]["serving"]["osl_mismatch"] == 6
 
 
+def test_a_dataset_of_the_hub_is_asked_as_a_file_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from llmx.formats import hub_fetch
+
+    talk = [{"from": "human", "value": "Why?"}, {"from": "gpt", "value": "Because."}]
+    path = tmp_path / "talks.json"
+    path.write_text(json.dumps([{"id": "a", "conversations": talk}, {"id": "b", "conversations": []}], indent=2))
+    monkeypatch.setattr(hub_fetch, "data_file", lambda repo, file, revision: path)
+    with mocking(Script()) as mock:
+        found = report(mock, "--requests", "2", "--dataset", "hf:org/name/talks.json")
+        asked = [one.body["messages"] for one in measured(mock, 2)]
+    assert asked == [[{"role": "user", "content": "Why?"}]] * 2
+    serving = found["results"]["serving"]
+    assert (serving["dataset"], serving["entries"], serving["entries_skipped"]) == ("hf:org/name/talks.json", 1, 1)
+
+
 def test_client_processes_share_the_requests() -> None:
     with mocking(Script(ttft=0.002)) as mock:
         found = report(mock, "--requests", "9", "--concurrency", "3", "--client-procs", "2")

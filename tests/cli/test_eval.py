@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
 import math
@@ -45,6 +46,10 @@ def text(tmp_path: Path) -> Path:
 
 def run(*flags: object) -> Result:
     return CliRunner().invoke(app, ["eval", *map(str, flags), *SMALL])
+
+
+def sha256(model: Path) -> str:
+    return hashlib.sha256((model / "model.safetensors").read_bytes()).hexdigest()
 
 
 def results(*flags: object) -> dict[str, Any]:
@@ -91,6 +96,7 @@ def test_a_reference_gives_the_distance_and_its_logits_can_be_kept(model: Path, 
     assert found["same_top"]["share"] > 0.9
     assert found["text"]["tokenised_alike"] is True
     assert found["reference"]["model"] == str(model)
+    assert found["reference"]["sha256"] == sha256(model)
     assert LogitsFile(path).layout.chunks == 3
     again = results(model, "--logits", path, "--kv-cache-dtype", "bfloat16")
     assert again["text"]["source"] == "logits file"
@@ -113,6 +119,7 @@ def test_the_table_says_what_was_run_and_the_json_goes_where_it_is_asked_to(
     assert "2 of 2 windows: perplexity" in result.stderr
     document = json.loads(path.read_text())
     assert document["model"]["architecture"] == "LlamaForCausalLM"
+    assert document["model"]["sha256"] == sha256(model)
     assert "kld" in document["definitions"]
     assert document["kernels"]
 
@@ -150,7 +157,8 @@ def test_gates_fail_with_3_after_the_report_is_written(model: Path, text: Path, 
         (["--logits", __file__], "does not begin with _logits_"),
         (["--logits", __file__, "--text", __file__], "--logits brings its own text"),
         (["--text", __file__], "random:tiny has no tokenizer"),
-        (["--dataset", "wikitext"], "names no file of a data set"),
+        (["--dataset", "hf:wikitext"], "names no file of a data set"),
+        (["--dataset", "wikitext"], "can't be read"),
         (["--tasks", " , "], "--tasks names no task"),
         (["--json", "/no such folder/x"], "can't be written"),
         (["--save-logits", "/no such folder/x"], "can't be written"),
@@ -225,17 +233,18 @@ def test_an_interrupt_reports_the_windows_done_and_exits_130(model: Path, tmp_pa
 def test_a_data_set_of_the_hub_that_is_in_its_cache_is_read(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import huggingface_hub
+    from llmx.formats import hub_fetch
 
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps({"text": SAYING}) + "\n" for _ in range(6)))
 
-    def download(repo: str, name: str, *, repo_type: str, revision: str | None) -> str:
-        assert (repo, name, repo_type, revision) == ("some/set", "data/rows.jsonl", "dataset", "v1")
-        return str(file)
+    def download(repo: str, name: str, revision: str) -> Path:
+        assert (repo, name, revision) == ("some/set", "data/rows.jsonl", "v1")
+        return file
 
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    monkeypatch.setattr(hub_fetch, "data_file", download)
     found = results(model, "--dataset", "some/set@v1:data/rows.jsonl")
+    assert found["perplexity"] == results(model, "--dataset", file)["perplexity"]
     assert found["text"]["bytes"] == len("\n\n".join([SAYING] * 6))
     assert (found["text"]["source"], found["text"]["name"]) == ("dataset", "some/set@v1:data/rows.jsonl")
     file.write_text('{"words": 1}\n')
@@ -247,7 +256,7 @@ def test_a_data_set_of_the_hub_that_is_in_its_cache_is_read(
 def test_a_data_set_that_nobody_has_is_said() -> None:
     result = run(RANDOM, "--dataset", "some/set:rows.txt")  # tests are offline
     assert result.exit_code == 1
-    assert "is not in the hub's cache, and the hub can't be reached" in result.stderr
+    assert "HF_HUB_OFFLINE forbids to fetch it" in result.stderr
 
 
 def test_tasks_without_lm_eval_name_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ import pytest
 from llmx.bench import clock
 from llmx.bench.arrivals import offsets, parse_rate
 from llmx.bench.clock import Client
-from llmx.bench.datasets import Dataset, make_jobs, open_dataset, warm_up_jobs
+from llmx.bench.datasets import Dataset, make_jobs, open_dataset, sized, warm_up_jobs
 from llmx.bench.drive import Traffic, drive
 from llmx.bench.records import Record, busiest_second, peak, plateau, serving_figures
 from llmx.bench.serving import StaticBatches
@@ -194,6 +194,28 @@ def test_a_file_holds_prompts_chats_or_questions(tmp_path: Path) -> None:
     assert open_dataset(str(path), True, **SIZES).exact
 
 
+def test_a_file_of_talks_is_asked_what_people_say_first_for_answers_as_long(tmp_path: Path) -> None:
+    def talk(*turns: str) -> dict[str, object]:
+        return {"id": "x", "conversations": [{"from": who, "value": f"{who} {i}"} for i, who in enumerate(turns)]}
+
+    talks = [
+        talk("human", "gpt", "human"),
+        talk("system", "user", "chatgpt"),
+        talk("gpt", "human"),
+        talk(),
+        talk("human"),
+    ]
+    path = tmp_path / "sharegpt.json"
+    path.write_text(json.dumps(talks))
+    dataset = open_dataset(str(path), None, **SIZES)
+    assert (len(dataset.entries), dataset.skipped) == (3, 2)
+    assert [len(one.prompt) for one in dataset.entries] == [1, 2, 1]
+    counted = sized(dataset, lambda text: 10 * len(text.split()))
+    assert [one.output_len for one in counted.entries] == [20, 20, None]
+    jobs = make_jobs(counted, [], 3, 0, "n")
+    assert sorted(job.output_len for job in jobs) == [9, 20, 20]  # where no answer is told, the flag's
+
+
 @pytest.mark.parametrize(
     ("line", "says"),
     [
@@ -201,6 +223,7 @@ def test_a_file_holds_prompts_chats_or_questions(tmp_path: Path) -> None:
         ("{", "line 2 is not a JSON object"),
         ('{"prompt": ""}', "line 2 has no prompt"),
         ('{"messages": [{"role": "robot", "content": "x"}]}', "line 2 has no prompt"),
+        ('{"conversations": [{"from": "human"}]}', "line 2 has no prompt"),
         ('{"prompt": "x", "output_tokens": 0}', "output_tokens must be"),
         ('{"prompt": "x", "output_tokens": true}', "output_tokens must be"),
     ],
