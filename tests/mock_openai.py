@@ -40,6 +40,7 @@ class Script:
     tokenizes: bool = True
     stop_after: int | None = None  # tokens, whatever was asked for
     key: str | None = None
+    inflates: int = 1  # how many tokens its usage tells for each there is
 
 
 @dataclass
@@ -154,6 +155,7 @@ class Mock:
         self._event(writer, event)
 
     def _usage(self, seen: Seen, tokens: int) -> dict[str, Any]:
+        tokens *= self.script.inflates
         prompt = seen.body.get("prompt") or seen.body["messages"][0]["content"]
         details = {"cached_tokens": min(self.script.cached, len(prompt))}
         return {"prompt_tokens": len(prompt), "completion_tokens": tokens, "prompt_tokens_details": details}

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from urllib.parse import urlsplit
 
-from llmx.bench.datasets import WORDS, make_jobs, warm_up_jobs
+from llmx.bench.datasets import WORDS, make_jobs, sized, warm_up_jobs
 from llmx.bench.drive import Traffic
 from llmx.bench.findings import Findings, Run
 from llmx.bench.memory import peak_of_listener
@@ -26,7 +26,9 @@ def measure_server(server: Server, found: Findings, nonce: str, tell: Tell) -> N
     nonce: new for each bench, so that no prompt, nor salt, is one that the server may have seen."""
     load = found.plan.load
     assert load is not None, "there is nothing else to measure"
-    setup = Setup(server)
+    setup, recount = Setup(server), found.recount
+    if recount is not None:
+        load = replace(load, dataset=sized(load.dataset, recount.tokens))
     try:
         ids = setup.random_ids(found.plan.seed) if load.dataset.of_ids else []
         for turn in range(load.repeat):
@@ -44,6 +46,8 @@ def _point(
     server, label = setup.server, point.label(load.is_sweep)
     fresh = nonce and f"{nonce}/{label}"
     jobs = _jobs(setup, load, ids, found.plan.seed, fresh)
+    if found.recount is not None:
+        jobs = [found.recount.prompt(job) for job in jobs]
     if first and (count := load.warm_up_count(point)):
         tell(f"serving ({label}): {count} requests to warm up")
         like = warm_up_jobs(jobs, ids if jobs[0].input_len else [], count, fresh or "warm")
@@ -55,6 +59,8 @@ def _point(
     traffic = load.traffic(point, found.plan.seed)
     session = serve(server, jobs, traffic, load.procs, tell, run.before is not None)
     run.records, run.client, run.gauges = session.records, session.client, session.gauges
+    if found.recount is not None:
+        found.recount.outputs(run.records, server.dialect.source)
     found.interrupted = session.interrupted
     run.after = setup.metrics()
     address = urlsplit(server.root)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from dataclasses import dataclass
 
 from llmx.errors import UsageError
 
+RAMPS = ("linear", "exponential")
 PROCESSES = ("poisson", "gamma", "constant")
 
 
@@ -20,6 +22,44 @@ def parse_rate(text: str) -> float:
     if not rate > 0:
         raise UsageError(f"--request-rate must be a number above 0, or inf, not {text!r}.")
     return rate
+
+
+@dataclass(frozen=True)
+class Ramp:
+    """A rate that goes from `start` to `end` requests a second over the run."""
+
+    strategy: str
+    start: float
+    end: float
+
+    def rate(self, i: int, count: int) -> float:
+        """Of the i-th of `count` requests."""
+        progress = i / max(count - 1, 1)
+        if self.strategy == "linear":
+            return self.start + (self.end - self.start) * progress
+        return float(self.start * (self.end / self.start) ** progress)
+
+
+def parse_ramp(text: str) -> Ramp:
+    """`linear:1:10` or `exponential:1:10`, in requests a second. UsageError for anything else."""
+    strategy, *ends = text.split(":")
+    try:
+        rates = [float(end) for end in ends]
+    except ValueError:
+        rates = []
+    if strategy not in RAMPS or len(rates) != 2 or not all(0 < rate < math.inf for rate in rates):
+        raise UsageError(
+            f"--ramp-up {text!r} is no ramp.", "Write linear:1:10 or exponential:1:10, in requests a second."
+        )
+    return Ramp(strategy, *rates)
+
+
+def ramped(count: int, ramp: Ramp, process: str, burstiness: float, seed: int) -> tuple[float, ...]:
+    """As `offsets`, with a rate of its own for each gap, and not scaled, as `vllm bench serve` has it."""
+    shape = 1.0 if process == "poisson" else burstiness
+    rng = random.Random(f"arrivals/{seed}")
+    draw = (lambda: 1.0) if process == "constant" else (lambda: rng.gammavariate(shape, 1 / shape))
+    return tuple(itertools.accumulate(draw() / ramp.rate(i, count) for i in range(count)))
 
 
 def offsets(count: int, rate: float, process: str, burstiness: float, seed: int) -> tuple[float, ...]:

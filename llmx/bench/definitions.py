@@ -36,13 +36,25 @@ DEFINITIONS: dict[str, str] = {
     "max_concurrent_requests": "most requests in flight at once",
     "steady.output_throughput": "tokens that arrived in the window / its seconds. Closed loop: the time in which"
     " max_concurrency requests were in flight; open loop: the longest with at least 80 % of the most in flight",
+    "rtfx": "seconds of audio sent / duration; vLLM's key, and here always 0: no audio is sent",
+    "ramp_up_strategy": "with --ramp-up: the gap before the i-th of n requests is at the rate start + (end - start) i /"
+    " (n - 1) (linear) or start (end / start)^(i / (n - 1)) (exponential); request_rate is then inf",
+    "label, metadata": "as --label and --metadata give them; vLLM's files have them on top, under their own names",
+    "ttfts, itls, ...": "with --save-detailed, of each request of the last round of `serving`, in seconds under vLLM's"
+    " names; its itls are the times between deltas (icl here); start_times are of a clock of their own",
+    "spec_decode_acceptance_rate": "accepted / drafted tokens, in percent; acceptance_length: 1 + accepted / drafts;"
+    " per_position_acceptance_rates: accepted at each place of a draft / drafts; null where nothing is drafted",
     "concurrency_mean": "sum of e2el / duration (Little's law)",
     "failed": "requests that ended with an error or an abort, or in this process with another number of tokens than"
     " asked for; errors: why, the commonest first",
     "osl_mismatch": "completed requests whose number of tokens is not the one asked for (all that ends early by itself,"
     " where ignore_eos is false)",
     "token_source": "ids: tokens are counted as the ids that were emitted. usage_so_far: by the usage in each chunk."
-    " usage: by that of the whole answer, and a chunk is one token where that makes the sum. Never as chunks or text",
+    " usage: by that of the whole answer, and a chunk is one token where that makes the sum. retokenized: the server"
+    " tells none, and the answer's text was tokenized here (--tokenizer); so are prompts' texts, of chats without what"
+    " the template adds. Never as chunks",
+    "retokenized_output_tokens": "tokens of the completed answers' texts, tokenized here: tokenizer_id",
+    "retokenized_difference": "retokenized_output_tokens / those tokens as they were counted - 1",
     "token_count_mismatch": "requests whose usage tells another number of tokens than their ids",
     "cache_hit_rate": "prompt tokens found in the prefix cache (cached_tokens) / prompt tokens, over the timed part",
     "kv_utilisation": "sum over steps of tokens that live in the KV cache / sum over steps of the token slots held for"

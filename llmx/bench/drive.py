@@ -61,7 +61,7 @@ async def _closed(one: Send, jobs: Sequence[Job], concurrency: int, records: lis
 
     async def worker(queue: Iterator[Job]) -> None:
         for job in queue:
-            record = Record(job.input_len, job.output_len, time.perf_counter())
+            record = Record(job.input_len or job.prompt_len or 0, job.output_len, time.perf_counter())
             records.append(record)
             await one(job, record)
 
@@ -90,6 +90,6 @@ async def _open(
         for job, offset in zip(jobs, traffic.offsets, strict=True):
             due = start + offset
             await until(due)
-            record = Record(job.input_len, job.output_len, due, due=due)
+            record = Record(job.input_len or job.prompt_len or 0, job.output_len, due, due=due)
             records.append(record)
             group.create_task(task(job, record, due))

@@ -10,7 +10,8 @@ from typing import Any
 from llmx.bench.ceilings import Ceilings, Limit, limit, serving_limit, weights_as_computed
 from llmx.bench.clock import Client
 from llmx.bench.plan import SERVER, Load, Plan, Point
-from llmx.bench.records import Record, serving_figures
+from llmx.bench.records import Record, detailed, serving_figures
+from llmx.bench.recount import Recount
 from llmx.bench.remote import COUNTERS, Server, delta_figures
 from llmx.bench.serving import engine_figures
 from llmx.bench.slo import goodput
@@ -72,7 +73,11 @@ class Run:
         done = [record for record in self.records if record.completed]
         known = [record for record in done if record.cached is not None]
         cached = sum(record.cached or 0 for record in known)
+        again = [record for record in done if record.retokenized is not None]
+        recounted, counted = sum(r.retokenized or 0 for r in again), sum(r.output_len for r in again)
         return {
+            "retokenized_output_tokens": recounted if again else None,
+            "retokenized_difference": share(recounted - counted, counted),
             "cached_tokens": cached if known else None,
             "cache_hit_rate": share(cached, sum(record.input_len for record in known)),
             "token_count_mismatch": sum(r.told is not None and r.told != r.output_len for r in done),
@@ -83,7 +88,7 @@ class Run:
 class Findings:
     """Lists grow while the bench runs. `info`: of the engine here; `server`: what is at a URL instead.
 
-    identity: which weights the model here is, as the report shows it."""
+    identity: which weights the model here is, as the report shows it. recount: what counts a server's tokens again."""
 
     plan: Plan
     info: EngineInfo | None = None
@@ -94,6 +99,7 @@ class Findings:
     runs: list[Run] = field(default_factory=list)
     interrupted: bool = False
     identity: Mapping[str, Any] = field(default_factory=dict)
+    recount: Recount | None = None
 
     def names(self) -> list[str]:
         """Paths of the figures that a whole run of the plan can have, for who wants to know before it."""
@@ -140,6 +146,13 @@ class Findings:
             if not load.is_sweep:
                 found["comparison"] = {label: compared(each[main], other) for label, other in others.items()}
         return found
+
+    def detailed(self) -> dict[str, Any]:
+        """Of each request of the last round of `serving`, under vLLM's names."""
+        assert self.plan.load is not None
+        points = self.plan.load.points
+        main = points[-1] if self.plan.load.is_sweep else points[0]
+        return detailed(next((run.records for run in reversed(self.runs) if run.point == main), []))
 
     def _point(self, load: Load, point: Point) -> dict[str, Any]:
         """Means over the rounds of a point, and their deviations where there are several."""

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from llmx.bench.arrivals import offsets
+from llmx.bench.arrivals import Ramp, offsets, ramped
 from llmx.bench.datasets import Dataset
 from llmx.bench.drive import Traffic
 from llmx.errors import UsageError
@@ -28,7 +28,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Load:
-    """The requests of the serving part. `rate` None: a closed loop. `repeat` rounds go through all points.
+    """The requests of the serving part. `rate` None: a closed loop. `ramp`: a rate that grows. `repeat`: rounds of all.
 
     warm_ups: None: by the concurrency. warm_prefix: prompts may be in the prefix cache from an earlier round or run.
     """
@@ -45,6 +45,7 @@ class Load:
     warm_prefix: bool = False
     static_batch: int = 32
     procs: int = 1
+    ramp: Ramp | None = None
 
     @property
     def is_sweep(self) -> bool:
@@ -54,6 +55,10 @@ class Load:
         """When requests are sent; each seed has its own arrivals."""
         if self.rate is None:
             return Traffic(point.concurrency)
+        if self.ramp is not None:
+            return Traffic(
+                point.concurrency, ramped(self.requests, self.ramp, self.arrivals, self.burstiness, seed)
+            )  # fmt: skip
         return Traffic(point.concurrency, offsets(self.requests, self.rate, self.arrivals, self.burstiness, seed))
 
     def warm_up_count(self, point: Point) -> int:
@@ -62,12 +67,18 @@ class Load:
     def facts(self, point: Point) -> dict[str, object]:
         """As the report shows it, under vLLM's names."""
         rate = self.rate if self.rate is not None and math.isfinite(self.rate) else "inf"
+        ramp = {} if self.ramp is None else {
+            "ramp_up_strategy": self.ramp.strategy,
+            "ramp_up_start_rps": self.ramp.start,
+            "ramp_up_end_rps": self.ramp.end,
+        }  # fmt: skip
         return {
             "contender": point.contender,
             "loop": "closed" if self.rate is None else "open",
             "request_rate": rate,
             "burstiness": self.burstiness,
             "arrivals": None if self.rate is None else self.arrivals,
+            **ramp,
             **self.dataset.facts(),
         }
 

@@ -20,6 +20,7 @@ class Record:
     `arrivals`: (clock, tokens) of each delta that held tokens; with `sized` False nobody knows how many a delta held,
     and `counted` is the number of all. `due`: when it was to be sent, None in a closed loop. `strict`: another number
     of tokens than `wanted` is a failure. `told`: what the server's usage says, where the tokens were counted as ids.
+    `retokenized`: tokens of `text`, None where nobody counted them.
     """
 
     input_len: int
@@ -35,6 +36,8 @@ class Record:
     told: int | None = None
     cached: int | None = None
     first_byte: float | None = None
+    text: str = ""
+    retokenized: int | None = None
 
     @property
     def output_len(self) -> int:
@@ -161,12 +164,30 @@ def serving_figures(records: Sequence[Record], concurrency: int | None) -> dict[
         "total_token_throughput": share(inputs + outputs, duration),
         "max_output_tokens_per_s": busiest_second(done, began),
         "max_concurrent_requests": peak(records),
+        "rtfx": 0.0,
         "concurrency_mean": share(sum(r.e2el for r in done), duration),
         "steady": plateau(records) if concurrency is None or open_loop else steady(records, concurrency),
         "osl_mismatch": sum(record.output_len != record.wanted for record in done),
         "errors": reasons(failed),
     }
     return figures | _latencies(done, len(failed), open_loop)
+
+
+def detailed(records: Sequence[Record]) -> dict[str, list[Any]]:
+    """What `vllm bench serve --save-detailed` writes of each request, in seconds, in the order of sending. A failed one
+    has no times, and says why in `errors`."""
+    whole = [record.completed for record in records]
+    return {
+        "input_lens": [r.input_len for r in records],
+        "output_lens": [r.output_len for r in records],
+        "ttfts": [r.ttft if ok else 0.0 for r, ok in zip(records, whole, strict=True)],
+        "itls": [[gap for gap, _ in r.chunk_gaps] if ok else [] for r, ok in zip(records, whole, strict=True)],
+        "latencies": [r.e2el if ok else 0.0 for r, ok in zip(records, whole, strict=True)],
+        "start_times": [r.sent for r in records],
+        "queue_times": [r.queued for r in records],
+        "generated_texts": [r.text for r in records],
+        "errors": ["" if ok else reasons([r])[0] for r, ok in zip(records, whole, strict=True)],
+    }
 
 
 def _latencies(done: Sequence[Record], failures: int, open_loop: bool) -> dict[str, float | None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import urlsplit
@@ -14,7 +14,8 @@ from llmx.bench import clock
 from llmx.bench.datasets import WORDS
 from llmx.bench.http import Exchange, Pool
 from llmx.bench.records import Record
-from llmx.bench.sse import IDS, USAGE, USAGE_SO_FAR, Reader, events, refusal
+from llmx.bench.recount import Recount
+from llmx.bench.sse import IDS, RETOKENIZED, USAGE, USAGE_SO_FAR, Reader, events, refusal
 from llmx.bench.stats import share
 from llmx.bench.workload import Job
 from llmx.errors import LlmxError, UsageError
@@ -24,9 +25,13 @@ COUNTERS = (  # of /metrics, without the engine's name
     *("num_preemptions_total", "engine_step_seconds_total"),
     *(f"spec_decode_num_{name}_total" for name in SPECULATION),
 )
-SAMPLE = re.compile(r"(?:llmx|vllm)[:_](\w+?)(?:\{[^}]*\})?\s+(\S+)(?:\s+\d+)?")
+SAMPLE = re.compile(r"(?:llmx|vllm)[:_](\w+?)(\{[^}]*\})?\s+(\S+)(?:\s+\d+)?")
+PER_POSITION = "spec_decode_num_accepted_tokens_per_pos_total"
 POOL_WORDS = 3000  # random text that is tokenized for ids to draw prompts from
 RESIDENT = re.compile(r"^process_resident_memory_bytes\s+(\S+)", re.MULTILINE)
+
+
+Find = Callable[[str], Recount | None]
 
 
 @dataclass(frozen=True)
@@ -137,8 +142,8 @@ class Setup:
             raise LlmxError(f"{self.server.root} lists no models.", "Name one: llmx bench MODEL --url URL.")
         return str(models[0])
 
-    def dialect(self) -> Dialect:
-        """By a short request. LlmxError where the server refuses, or tells no number of tokens."""
+    def dialect(self, recounts: bool) -> Dialect:
+        """By a short request. LlmxError where it refuses, or tells no number of tokens and nobody `recounts` them."""
         refused = "no answer"
         for dialect in DIALECTS:
             server = replace(self.server, dialect=dialect)
@@ -146,25 +151,27 @@ class Setup:
             job = Job(prompt, 8, True, "llmx-bench-probe")
             status, raw = self.call("POST", server.path, server.body(job))
             if status == 200:
-                return self._counted(dialect, raw)
+                return self._counted(dialect, raw, recounts)
             refused = refusal(status, raw)
             if status not in (400, 422):
                 break
         hint = "Put the key into LLMX_API_KEY." if refused.startswith(("401", "403")) else None
         raise LlmxError(f"{self.server.root}{self.server.path} answered {refused}.", hint)
 
-    def _counted(self, dialect: Dialect, raw: bytes) -> Dialect:
-        reader = Reader()
+    def _counted(self, dialect: Dialect, raw: bytes, recounts: bool) -> Dialect:
+        reader, where = Reader(), f"{self.server.root}{self.server.path}"
         for when, data in events([(0.0, raw)]):
             reader.read(when, data)
-        if reader.error or reader.source is None:
+        source = reader.source or (RETOKENIZED if recounts and reader.chunks else None)
+        if reader.error:
+            raise LlmxError(f"{where}: {reader.error}.")
+        if source is None:
             raise LlmxError(
-                f"{self.server.root}{self.server.path}: "
-                + (reader.error or "it tells neither token ids nor usage, so its tokens can't be counted")
-                + "."
+                f"{where}: it tells neither token ids nor usage, so its tokens can't be counted.",
+                "Name its model's tokenizer: --tokenizer MODEL.",
             )
-        options = tuple(o for o in dialect.stream_options if o == "include_usage" or reader.source == USAGE_SO_FAR)
-        return replace(dialect, source=reader.source, token_ids=reader.source == IDS, stream_options=options)
+        options = tuple(o for o in dialect.stream_options if o == "include_usage" or source == USAGE_SO_FAR)
+        return replace(dialect, source=source, token_ids=source == IDS, stream_options=options)
 
     def random_ids(self, seed: int) -> list[int]:
         """Ids that random prompts are made of: what the server makes of random words. Empty if it won't tokenize."""
@@ -203,14 +210,19 @@ def parse_metrics(text: str) -> dict[str, float] | None:
     found: dict[str, float] = {}
     for line in text.splitlines():
         if match := SAMPLE.fullmatch(line.strip()):
-            found[match[1]] = found.get(match[1], 0.0) + float(match[2])
+            found[match[1]] = found.get(match[1], 0.0) + float(match[3])
+            if match[1] == PER_POSITION and (position := re.search(r'position="(\d+)"', match[2] or "")):
+                found[f"{PER_POSITION}/{position[1]}"] = float(match[3])
     if found and (resident := RESIDENT.search(text)):
         found["process_resident_memory_bytes"] = float(resident[1])
     return found or None
 
 
-def connect(url: str, model: str | None, chat: bool, key: str | None, silence: float) -> Server:
-    """Find out what is at `url`. LlmxError where it can't be reached or says no."""
+def connect(
+    url: str, model: str | None, chat: bool, key: str | None, silence: float, find: Find = lambda model: None
+) -> tuple[Server, Recount | None]:
+    """Find out what is at `url`; what `find` makes of its model's name counts tokens where the server doesn't.
+    LlmxError where it can't be reached or says no."""
     parts = urlsplit(url)
     path = parts.path.rstrip("/")
     prefix = path if path else "/v1"
@@ -218,7 +230,8 @@ def connect(url: str, model: str | None, chat: bool, key: str | None, silence: f
     server.pool()  # refuses a wrong address before anything is sent
     if model is None:
         server = replace(server, model=Setup(server).first_model())
-    return replace(server, dialect=Setup(server).dialect())
+    recount = find(server.model)
+    return replace(server, dialect=Setup(server).dialect(recount is not None)), recount
 
 
 def prepare(job: Job, server: Server, setup: Setup) -> Job:
@@ -258,4 +271,9 @@ def delta_figures(
         figures["spec_decode_acceptance_rate"] = 100 * accepted / drafted
     if drafts and accepted is not None:
         figures |= {"spec_decode_num_drafts": int(drafts), "spec_decode_acceptance_length": 1 + accepted / drafts}
+        places = sorted(
+            (name for name in after if name.startswith(f"{PER_POSITION}/")), key=lambda x: int(x.split("/")[1])
+        )
+        if places:
+            figures["spec_decode_per_position_acceptance_rates"] = [(grown(name) or 0.0) / drafts for name in places]
     return figures

@@ -22,7 +22,7 @@ from llmx.bench.drive import Tell, Traffic, drive
 from llmx.bench.http import Exchange
 from llmx.bench.records import Record
 from llmx.bench.remote import Server, parse_metrics, send
-from llmx.bench.sse import fill
+from llmx.bench.sse import RETOKENIZED, fill
 from llmx.bench.workload import Job
 
 GAUGE_SECONDS = 1.0
@@ -86,7 +86,7 @@ def _run(
     except KeyboardInterrupt:
         session.interrupted = True
     for record, exchange in exchanges:
-        fill(record, exchange)
+        fill(record, exchange, server.dialect.source != RETOKENIZED)
     for exchange in samples:
         found = parse_metrics(exchange.body.decode(errors="replace")) or {}
         if "kv_cache_usage_perc" in found:

@@ -9,7 +9,7 @@ from typing import Any
 from llmx.bench.http import Exchange
 from llmx.bench.records import Record
 
-IDS, USAGE_SO_FAR, USAGE = "ids", "usage_so_far", "usage"
+IDS, USAGE_SO_FAR, USAGE, RETOKENIZED = "ids", "usage_so_far", "usage", "retokenized"
 TEXTS = ("content", "reasoning_content", "reasoning", "tool_calls", "refusal")  # what a chat's delta can hold
 
 
@@ -31,8 +31,8 @@ def events(pieces: Iterable[tuple[float, bytes]]) -> Iterator[tuple[float, bytes
                 data = []
 
 
-def fill(record: Record, exchange: Exchange) -> None:
-    """Write what an exchange brought into its record."""
+def fill(record: Record, exchange: Exchange, told: bool = True) -> None:
+    """Write what an exchange brought into its record. `told`: an answer without a number of tokens is a failure."""
     record.ended, record.error = exchange.ended, exchange.error
     if exchange.pieces:
         record.first_byte = exchange.pieces[0][0]
@@ -44,7 +44,7 @@ def fill(record: Record, exchange: Exchange) -> None:
         if reader.done:
             break
         reader.read(clock, data)
-    reader.write(record)
+    reader.write(record, told)
     if exchange.ended and record.error is None and not reader.finished:
         record.error = "the answer broke off"
 
@@ -74,6 +74,7 @@ class Reader:
         self.chunks: list[tuple[float, int | None, bool]] = []  # clock, tokens by ids, whether it holds text
         self.so_far: list[tuple[float, int]] = []  # clock, usage's tokens up to there
         self.usage: dict[str, Any] = {}
+        self.text: list[str] = []
 
     def read(self, clock: float, data: bytes) -> None:
         """One event."""
@@ -101,7 +102,9 @@ class Reader:
 
     def _choice(self, clock: float, choice: dict[str, Any]) -> None:
         delta = choice.get("delta")
-        text = choice.get("text") if not isinstance(delta, dict) else any(delta.get(name) for name in TEXTS)
+        said = [choice.get("text")] if not isinstance(delta, dict) else [delta.get(name) for name in TEXTS]
+        self.text += [part for part in said if isinstance(part, str)]
+        text = any(said)
         ids = choice.get("token_ids")
         self.finished = self.finished or bool(choice.get("finish_reason"))
         if text or ids:
@@ -116,10 +119,11 @@ class Reader:
             return USAGE_SO_FAR
         return USAGE if self.usage.get("completion_tokens") is not None else None
 
-    def write(self, record: Record) -> None:
+    def write(self, record: Record, must_tell: bool) -> None:
         """Arrivals and counts. Without per-chunk counts, one token a chunk holds where that makes the sum: a last one
         may be the end of text, which has no chunk."""
         record.error = record.error or self.error
+        record.text = "".join(self.text)
         told = self.usage.get("completion_tokens")
         source, texts = self.source, [clock for clock, _, text in self.chunks if text]
         if source == IDS:
@@ -135,7 +139,7 @@ class Reader:
             record.arrivals = [(clock, 1) for clock in texts]
             record.sized = source == USAGE and told in (len(texts), len(texts) + 1)
             record.counted = int(told) if told is not None else None
-            if source is None and texts and record.error is None:
+            if source is None and texts and record.error is None and must_tell:
                 record.error = "the server told no token count"
         if (prompt := self.usage.get("prompt_tokens")) is not None:
             record.input_len = int(prompt)

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 from llmx.bench.ceilings import Limit
 from llmx.bench.datasets import PREFIXES
 from llmx.bench.findings import WARM, Findings
+from llmx.bench.recount import APART
+from llmx.bench.sse import RETOKENIZED
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -131,6 +133,8 @@ def _what(figures: Mapping[str, Any]) -> str:
     most = figures["max_concurrency"]
     if figures["loop"] == "closed":
         pace = f"{most} at once"
+    elif "ramp_up_strategy" in figures:
+        pace = f"{_ramp(figures)} due a second"
     elif figures["request_rate"] == "inf":
         pace = "all due at the start"
     else:
@@ -144,6 +148,10 @@ def _what(figures: Mapping[str, Any]) -> str:
     return f"{number(figures['completed'], 0)} of {figures['num_prompts']} requests, {pace}, {prompts} and {outputs}"
 
 
+def _ramp(figures: Mapping[str, Any]) -> str:
+    return f"{figures['ramp_up_start_rps']:g} to {figures['ramp_up_end_rps']:g} ({figures['ramp_up_strategy']})"
+
+
 def _notes(figures: Mapping[str, Any]) -> list[str]:
     """What makes the figures other than they seem."""
     lines = []
@@ -153,6 +161,14 @@ def _notes(figures: Mapping[str, Any]) -> list[str]:
         lines.append("Note: part of the prompts came from the prefix cache, so TTFT is not that of new prompts.")
     if figures.get("token_count_mismatch"):
         lines.append("Note: of some answers the server's usage and its token ids tell different numbers of tokens.")
+    if (source := figures["token_source"]) == RETOKENIZED:
+        lines.append("Note: the server tells no number of tokens; these are its texts, tokenized here.")
+    elif abs(figures.get("retokenized_difference") or 0.0) > APART:
+        difference = 100 * figures["retokenized_difference"]
+        more = "more" if difference > 0 else "fewer"
+        lines.append(
+            f"Note: its texts, tokenized here, are {abs(difference):.1f} % {more} tokens than its {source} tell."
+        )
     if figures["ignore_eos"] and figures["osl_mismatch"]:
         lines.append(f"Note: {number(figures['osl_mismatch'], 0)} outputs have another length than was asked for.")
     client = figures["client"]
@@ -188,6 +204,8 @@ def server_bound(figures: Mapping[str, Any]) -> str:
         return f"bounded by: the arrivals; the server kept up with {rate:g} requests a second{said}."
     if figures["loop"] == "closed":
         return f"bounded by: the server at {figures['max_concurrency']} requests at once{said}."
+    if "ramp_up_strategy" in figures:
+        return f"bounded by: the arrivals or the server; the rate went from {_ramp(figures)} requests a second{said}."
     return f"bounded by: the server, which took fewer requests than were due{said}."
 
 

@@ -30,12 +30,14 @@ class Job:
     """One request of a workload: its prompt, token ids where they are known, and most tokens to give.
 
     `exact`: it is made to give just as many (`ignore_eos`). Requests with different salts share no cached prefix.
+    prompt_len: tokens of a text, where they were counted here.
     """
 
     prompt: tuple[int, ...] | str | Messages
     output_len: int
     exact: bool = True
     salt: str = ""
+    prompt_len: int | None = None
 
     @property
     def input_len(self) -> int:

@@ -2,33 +2,27 @@
 
 from __future__ import annotations
 
-import json as jsonlib
 import math
 import os
 import re
-import sys
 from collections.abc import Mapping
-from dataclasses import asdict
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from llmx.commands import options as o
-from llmx.commands.ready import identity, model_facts, progress, ready, ticker
-from llmx.errors import CheckFailed, UsageError
-from llmx.gates import Gate, Verdict, judge, parse_gates, require
+from llmx.commands.bench_output import Outlet
+from llmx.commands.ready import identity, progress, ready, ticker
+from llmx.errors import UsageError
 
 if TYPE_CHECKING:
     from llmx.bench.findings import Findings
     from llmx.bench.plan import Load, Plan
-    from llmx.report import Report
 
-INTERRUPTED = 130
 CLOSED = 8  # requests at once where nothing else is said
-LONG_HINT = 400
-WIDTH = 120  # of tables where there is no terminal
 KEYS = ("LLMX_API_KEY", "OPENAI_API_KEY")
 BATCHINGS = {"continuous": ("continuous",), "static": ("static",), "both": ("continuous", "static")}
 _WORK = {"rich_help_panel": "What is measured"}
@@ -75,6 +69,12 @@ def bench(
         float | None,
         typer.Option(help="Shape of gamma gaps: below 1 burstier than Poisson.", show_default="1", **_LOAD),
     ] = None,
+    ramp_up: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOW:FROM:TO", help="Instead of --request-rate: linear:1:10, exponential:1:10 a second.", **_LOAD
+        ),
+    ] = None,
     requests: Annotated[
         int, typer.Option("--requests", "--num-prompts", min=0, help="Requests in all; 0: none.", **_LOAD)
     ] = 32,
@@ -119,6 +119,15 @@ def bench(
         str | None,
         typer.Option(help="completions or chat.", show_default="chat for a dataset of chats", **_URL),
     ] = None,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            help="Counts the answers' tokens again, and alone where the server tells no number of them.",
+            show_default="the served model, where it is here",
+            **_URL,
+        ),
+    ] = None,
     client_procs: Annotated[int, typer.Option(min=1, help="Processes that send.", **_URL)] = 1,
     timeout: Annotated[float, typer.Option(min=0.1, help="Most seconds without a byte.", **_URL)] = 600,
     slo: Annotated[
@@ -134,6 +143,13 @@ def bench(
     ] = None,
     against: Annotated[Path | None, typer.Option(help="Exit 3 if worse than this earlier report.", **_OUT)] = None,
     max_regression: Annotated[str, typer.Option(help="How much worse is not worse.", **_OUT)] = "5%",
+    label: Annotated[str | None, typer.Option(help="Goes into the report as it is.", **_OUT)] = None,
+    metadata: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="The same, under a key; repeatable.", **_OUT)
+    ] = None,
+    save_detailed: Annotated[
+        bool, typer.Option("--save-detailed", help="The report has each request's times and text.", **_OUT)
+    ] = False,
     dtype: o.Dtype = "auto",
     device: o.Device = "auto",
     kv_cache_dtype: o.KvCacheDtype = "auto",
@@ -166,23 +182,30 @@ def make_plan(flags: Mapping[str, Any]) -> Plan:
     remote = flags["url"] is not None
     prompt_len, gen_len = (0, 0) if remote else (flags["prompt_len"], flags["gen_len"])
     load = _load(flags) if flags["requests"] else None
+    if flags["tokenizer"] is not None and not remote:
+        raise UsageError("--tokenizer goes with --url: tokens of a model here are counted as they are made.")
     if remote and load is None:
         raise UsageError("--requests 0 leaves nothing to measure at a URL.")
     return Plan(prompt_len, gen_len, flags["repetitions"], load, flags["seed"])
 
 
 def _load(flags: Mapping[str, Any]) -> Load:
-    from llmx.bench.arrivals import PROCESSES, parse_rate
+    from llmx.bench.arrivals import PROCESSES, parse_ramp, parse_rate
     from llmx.bench.datasets import open_dataset
     from llmx.bench.plan import SERVER, Load
     from llmx.bench.slo import parse_slo
     from llmx.bench.workload import parse_span
 
     rate = None if flags["request_rate"] is None else parse_rate(flags["request_rate"])
+    ramp = None if flags["ramp_up"] is None else parse_ramp(flags["ramp_up"])
+    if ramp is not None:
+        if rate is not None:
+            raise UsageError("--ramp-up and --request-rate are two rates.", "Leave one of the two out.")
+        rate = math.inf
     arrivals, burstiness = flags["arrivals"], flags["burstiness"]
     _one_of("arrivals", arrivals or "poisson", PROCESSES)
     if rate is None and (arrivals is not None or burstiness is not None):
-        raise UsageError("--arrivals and --burstiness go with --request-rate.")
+        raise UsageError("--arrivals and --burstiness go with --request-rate or --ramp-up.")
     if burstiness is not None and (not 0 < burstiness < math.inf or arrivals not in (None, "gamma")):
         raise UsageError(f"--burstiness {burstiness:g} must be above 0, and goes with --arrivals gamma.")
     if arrivals is None:
@@ -212,6 +235,7 @@ def _load(flags: Mapping[str, Any]) -> Load:
         flags["warm_prefix"],
         flags["static_batch"],
         flags["client_procs"],
+        ramp,
     )
 
 
@@ -286,6 +310,7 @@ def _here(flags: Mapping[str, Any], name: str, plan: Plan) -> Findings:
 def _at_url(flags: Mapping[str, Any], plan: Plan) -> Findings:
     from llmx.bench.against import fresh_nonce, measure_server
     from llmx.bench.findings import Findings
+    from llmx.bench.recount import find
     from llmx.bench.remote import connect
 
     assert plan.load is not None, "made so"
@@ -294,162 +319,9 @@ def _at_url(flags: Mapping[str, Any], plan: Plan) -> Findings:
         _one_of("endpoint", flags["endpoint"], ("completions", "chat"))
         chat = flags["endpoint"] == "chat"
     key = next((value for name in KEYS if (value := os.environ.get(name, "").strip())), None)
-    server = connect(flags["url"], flags["model"], chat, key, flags["timeout"])
-    found = Findings(plan, server=server)
+    find_tokenizer = partial(find, flags["tokenizer"])
+    server, recount = connect(flags["url"], flags["model"], chat, key, flags["timeout"], find_tokenizer)
+    found = Findings(plan, server=server, recount=recount)
     with ticker() as say:
         measure_server(server, found, fresh_nonce(), say)
     return found
-
-
-class Outlet:
-    """Where the figures go, and what they are held against: all of it checked before the run."""
-
-    def __init__(
-        self, flags: Mapping[str, Any], name: str, defaulted: bool, started: datetime, plan: Plan
-    ) -> None:  # fmt: skip
-        from llmx.bench.compare import check_comparable, parse_bound, read_report
-        from llmx.report import SCHEMA_VERSION
-
-        self.defaulted, self.started = defaulted, started
-        self.gates: tuple[Gate, ...] = parse_gates(flags["fail_if"])
-        if self.gates:
-            _require(self.gates, plan)
-        self.bound = parse_bound(flags["max_regression"], "--max-regression")
-        self.against: Path | None = flags["against"]
-        self.old = None if self.against is None else read_report(self.against, "bench")
-        if self.old is not None:
-            check_comparable(self.old, {"command": "bench", "schema_version": SCHEMA_VERSION})
-        self.path = destination(flags["json"], name, started)
-
-    def publish(self, found: Findings) -> None:
-        """The table and the path of the JSON to stdout, or with no path the JSON alone; then the gates. CheckFailed."""
-        results = found.results()
-        verdicts, unknown = self._judge(results)
-        if verdicts:
-            results["gates"] = [asdict(verdict) for verdict in verdicts]
-        document = flat(make_report(found, results, self.defaulted, self.started), found)
-        failed = [verdict.says for verdict in verdicts if verdict.failed] + self._worse(document)
-        self._show(found, document)
-        if found.interrupted:
-            raise typer.Exit(INTERRUPTED)
-        if unknown is not None:
-            raise unknown
-        if failed:
-            count = "A gate" if len(failed) == 1 else f"{len(failed)} gates"
-            raise CheckFailed(f"{count} failed: {'; '.join(failed)}.")
-
-    def _judge(self, results: Mapping[str, Any]) -> tuple[list[Verdict], UsageError | None]:
-        """Also what is wrong with the gates, to be said when the report has been written."""
-        from llmx.bench.findings import by_short_paths
-
-        try:
-            return judge(self.gates, by_short_paths(results)), None
-        except UsageError as error:
-            return [], error
-
-    def _worse(self, document: dict[str, Any]) -> list[str]:
-        """What got worse since the earlier report; written into this one too."""
-        from llmx.bench.compare import changes, regressions
-
-        if self.old is None:
-            return []
-        worse = regressions(changes(self.old["results"], document["results"]), self.bound)
-        document["against"] = {"report": str(self.against), "bound": self.bound, "worse": worse}
-        return worse
-
-    def _show(self, found: Findings, document: Mapping[str, Any]) -> None:
-        text = jsonlib.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-        if self.path is None:
-            typer.echo(text, nl=False)
-            return
-        from rich.console import Console
-
-        from llmx.bench.table import show
-
-        show(Console(width=None if sys.stdout.isatty() else WIDTH), found)
-        _write(self.path, text)
-        typer.echo(self.path)
-
-
-def _require(gates: tuple[Gate, ...], plan: Plan) -> None:
-    """UsageError for a figure that this plan has none of."""
-    from llmx.bench.findings import Findings
-
-    limits = [f"ceilings.{part}.share_reached" for part in ("prefill", "decode", "serving")]
-    try:
-        require(gates, Findings(plan).names() + limits)
-    except UsageError as error:
-        if len(error.hint or "") > LONG_HINT:
-            error.hint = "Figures are ttft_ms.p99, tpot_ms.mean, output_throughput, failed and the like: see a report."
-        raise
-
-
-def destination(asked: Path | None, model: str, started: datetime) -> Path | None:
-    """Where the JSON goes; None: stdout. UsageError before a long run, not after it."""
-    if asked == Path("-"):
-        return None
-    stem = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(model).name or "model")
-    path = asked or Path(f"llmx-bench-{stem}-{started:%Y%m%dT%H%M%SZ}.json")
-    folder = path.absolute().parent
-    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise UsageError(f"The report can't be written to {path}.", hint="Give a path with --json, or - for stdout.")
-    return path
-
-
-def _write(path: Path, text: str) -> None:
-    from llmx.report import write_whole
-
-    try:
-        write_whole(path, text)
-    except OSError as error:
-        raise UsageError(f"The report can't be written to {path}: {error.strerror}.") from error
-
-
-def make_report(found: Findings, results: Mapping[str, Any], defaulted: bool, started: datetime) -> Report:
-    from llmx.bench.definitions import DEFINITIONS
-    from llmx.formats import identity as weights
-    from llmx.report import Report
-
-    if found.info is not None:
-        model = model_facts(found.info, found.identity)
-    else:
-        assert found.server is not None
-        model = {"name": found.server.model, "url": found.server.root + found.server.path}
-    return Report(
-        "bench",
-        _infinite(results),
-        model=model,
-        model_defaulted=defaulted,
-        definitions=DEFINITIONS | (weights.DEFINITIONS if found.info is not None else {}),
-        kernels=dict(found.info.kernels) if found.info is not None else {},
-        seeds={"workload": found.plan.seed},
-        started=started,
-    )
-
-
-def _infinite(value: Any) -> Any:
-    """JSON has no infinity: "inf", as vLLM writes it, says more than null."""
-    if isinstance(value, Mapping):
-        return {key: _infinite(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_infinite(inner) for inner in value]
-    return "inf" if isinstance(value, float) and math.isinf(value) else value
-
-
-def flat(report: Report, found: Findings) -> dict[str, Any]:
-    """The report, with the figures of `serving` on top too, where `vllm bench serve` has them, under its keys."""
-    document = report.to_dict()
-    serving = document["results"].get("serving")
-    if serving is None:
-        return document
-    assert report.model is not None
-    plain = {key: value for key, value in serving.items() if not isinstance(value, dict | list)}
-    head = {
-        "date": f"{report.started:%Y%m%d-%H%M%S}",
-        "endpoint_type": "llmx" if found.server is None else "openai-chat" if found.server.chat else "openai",
-        "backend": "llmx" if found.server is None else "openai",
-        "label": None,
-        "model_id": report.model["name"],
-        "tokenizer_id": report.model["name"],
-    }
-    return {**head, **plain, **document}

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 from mock_openai import Mock, Script, Seen, mocking
 from typer.testing import CliRunner, Result
 
@@ -25,7 +26,7 @@ VLLM = (  # keys that `vllm bench serve` writes
     *("date", "endpoint_type", "backend", "label", "model_id", "tokenizer_id", "num_prompts", "request_rate"),
     *("burstiness", "max_concurrency", "duration", "completed", "failed", "total_input_tokens", "total_output_tokens"),
     *("request_throughput", "request_goodput", "output_throughput", "total_token_throughput"),
-    *("max_output_tokens_per_s", "max_concurrent_requests"),
+    *("max_output_tokens_per_s", "max_concurrent_requests", "rtfx"),
     *(f"{q}_{name}_ms" for q in ("mean", "median", "std", "p99") for name in ("ttft", "tpot", "itl", "e2el")),
 )
 
@@ -101,6 +102,80 @@ def test_where_nobody_tells_a_number_of_tokens_nothing_is_made_up() -> None:
         result = bench(mock, "--requests", "3")
     assert result.exit_code == 1
     assert "neither token ids nor usage" in result.stderr
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Path:
+    from tokenizer_samples import byte_level, save
+
+    return save(byte_level(), tmp_path / "tokenizer")
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_text_without_a_count_is_tokenized_here(tokenizer: Path, chat: bool) -> None:
+    with mocking(Script(usage="none", ids=False, chunk=3, itl=0.003, tokenizes=False)) as mock:
+        flags = ["--requests", "4", "--tokenizer", str(tokenizer), *(["--endpoint", "chat"] if chat else [])]
+        result = bench(mock, *flags)
+        found = report(mock, *flags)
+        asked = [one.body for one in measured(mock, 4)]
+    assert result.exit_code == 0
+    count = tokenizers.Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
+
+    def tokens(text: str) -> int:
+        return len(count.encode(text, add_special_tokens=False).ids)
+
+    assert found["token_source"] == "retokenized"
+    assert found["tokenizer_id"] == str(tokenizer)
+    assert found["total_output_tokens"] == sum(tokens("x" * body["max_tokens"]) for body in asked)
+    prompts = [body["messages"][0]["content"] if chat else body["prompt"] for body in asked]
+    assert found["total_input_tokens"] == sum(map(tokens, prompts))
+    assert found["failed"] == 0
+    serving = found["results"]["serving"]
+    assert serving["retokenized_output_tokens"] == found["total_output_tokens"]
+    assert found["mean_itl_ms"] is None  # nobody knows what a chunk of three letters holds
+    assert found["mean_tpot_ms"] > 0
+
+
+def test_counts_that_lie_apart_are_pointed_out(tokenizer: Path, tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    with mocking(Script(ids=False, inflates=2)) as mock:
+        result = bench(mock, "--requests", "4", "--output-len", "12", "--tokenizer", str(tokenizer), json=str(path))
+    found = json.loads(path.read_text())
+    text = tokenizers.Tokenizer.from_file(str(tokenizer / "tokenizer.json")).encode("x" * 12, add_special_tokens=False)
+    assert found["total_output_tokens"] == 4 * 24
+    assert found["retokenized_difference"] == pytest.approx(len(text.ids) / 24 - 1)
+    assert f"Note: its texts, tokenized here, are {100 * (1 - len(text.ids) / 24):.1f} % fewer tokens" in result.stdout
+
+
+def test_a_tokenizer_that_is_not_there_is_said(tmp_path: Path) -> None:
+    with mocking(Script()) as mock:
+        result = bench(mock, "--requests", "2", "--tokenizer", str(tmp_path / "none"))
+    assert result.exit_code == 2
+    assert "There is no model" in result.stderr
+
+
+def test_each_requests_own_times_are_written_when_asked_for() -> None:
+    with mocking(Script(ttft=0.01, itl=0.002, refuse=frozenset({PROBES + 2}))) as mock:
+        found = report(mock, "--requests", "5", "--save-detailed", "--label", "a", "--metadata", "gpu=none")
+    assert (found["label"], found["gpu"]) == ("a", "none")
+    lists = ("input_lens", "output_lens", "ttfts", "itls", "latencies", "start_times", "queue_times", "errors")
+    assert all(len(found[name]) == 5 for name in (*lists, "generated_texts"))
+    whole = [i for i in range(5) if not found["errors"][i]]
+    assert len(whole) == 4
+    assert [1e3 * np.mean([found["ttfts"][i] for i in whole])] == pytest.approx([found["mean_ttft_ms"]])
+    assert sum(found["output_lens"]) == found["total_output_tokens"]
+    assert all(len(found["itls"][i]) == found["output_lens"][i] - 1 for i in whole)
+    assert all(found["latencies"][i] == pytest.approx(found["ttfts"][i] + sum(found["itls"][i])) for i in whole)
+    assert [found["generated_texts"][i] for i in whole] == ["x" * found["output_lens"][i] for i in whole]
+
+
+def test_the_rate_can_go_up() -> None:
+    flags = ["--requests", "6", "--ramp-up", "linear:50:100", "--arrivals", "constant"]
+    with mocking(Script()) as mock:
+        found = report(mock, *flags)
+    assert (found["ramp_up_strategy"], found["ramp_up_start_rps"], found["ramp_up_end_rps"]) == ("linear", 50, 100)
+    assert found["request_rate"] == "inf"
+    assert found["completed"] == 6
 
 
 def test_the_prefix_cache_is_cold_unless_asked_otherwise() -> None:

@@ -196,8 +196,24 @@ def test_counters_are_read_and_subtracted() -> None:
     assert found["busy_share"] == pytest.approx(0.5)
     assert found["spec_decode_acceptance_length"] == pytest.approx(2.5)
     assert found["spec_decode_acceptance_rate"] == pytest.approx(37.5)
+    assert "spec_decode_per_position_acceptance_rates" not in found
     assert parse_metrics("nothing 1\n") is None
     assert delta_figures(None, None, 1.0) == {}
+
+
+def test_drafts_are_counted_by_their_places_too() -> None:
+    def said(accepted: list[int], drafts: int) -> dict[str, float] | None:
+        name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+        lines = [f'{name}{{engine="0",position="{at}"}} {count}.0' for at, count in enumerate(accepted)]
+        counts = {"drafts": drafts, "draft_tokens": drafts * len(accepted), "accepted_tokens": sum(accepted)}
+        return parse_metrics("\n".join([*lines, *(f"vllm:spec_decode_num_{k}_total {v}" for k, v in counts.items())]))
+
+    found = delta_figures(said([5, 3, *([1] * 9)], 10), said([13, 7, *([2] * 9)], 20), 1.0)
+    assert found["spec_decode_per_position_acceptance_rates"] == [
+        0.8,
+        0.4,
+        *([0.1] * 9),
+    ]  # 10 is behind 9, not behind 1
 
 
 @pytest.mark.parametrize("url", ["localhost:8000", "ftp://x", "http://", "http://x:99999"])

@@ -11,10 +11,11 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from llmx.bench import clock
-from llmx.bench.arrivals import offsets, parse_rate
+from llmx.bench.arrivals import offsets, parse_ramp, parse_rate, ramped
 from llmx.bench.clock import Client
 from llmx.bench.datasets import Dataset, make_jobs, open_dataset, sized, warm_up_jobs
 from llmx.bench.drive import Traffic, drive
@@ -151,6 +152,28 @@ def test_means_and_deviations_over_runs_keep_the_shape() -> None:
     assert nested({"p99_ttft_ms": 5.0, "adj_p99_ttft_ms": 6.0, "failed": 0}) == {
         "ttft_ms": {"p99": 5.0, "adj_p99": 6.0}
     }
+
+
+@pytest.mark.parametrize("strategy", ["linear", "exponential"])
+@pytest.mark.parametrize("process", ["poisson", "gamma", "constant"])
+def test_a_ramp_gives_each_gap_the_rate_of_its_place(strategy: str, process: str) -> None:
+    """The formulae of `vllm bench serve`, written out with numpy, on many runs: the mean gap is 1 / rate."""
+    count, ramp = 5, parse_ramp(f"{strategy}:2:32")
+    progress = np.arange(count) / (count - 1)
+    rates = 2 + 30 * progress if strategy == "linear" else 2 * 16**progress
+    runs = [ramped(count, ramp, process, 4.0, seed) for seed in range(1 if process == "constant" else 4000)]
+    gaps = np.diff(np.array(runs), prepend=0.0, axis=1)
+    assert gaps.mean(axis=0) * rates == pytest.approx(np.ones(count), rel=1e-12 if process == "constant" else 0.06)
+    shape = {"poisson": 1.0, "gamma": 4.0, "constant": np.inf}[process]
+    assert ((gaps * rates).std(axis=0)) == pytest.approx(np.full(count, shape**-0.5), rel=0.06)
+
+
+@pytest.mark.parametrize(
+    "text", ["linear", "linear:1", "linear:0:2", "square:1:2", "linear:1:inf", "linear:a:2", "1:2"]
+)
+def test_a_ramp_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="is no ramp"):
+        parse_ramp(text)
 
 
 def test_random_prompts_with_another_nonce_begin_otherwise_and_have_the_same_lengths() -> None:
