@@ -4,8 +4,8 @@ usage: python benchmarks/eval_llama_cpp.py --perplexity PATH/llama-perplexity --
 
 For each model, with the text's first --chunks windows of 512 tokens:
 
-  as stored  perplexity of the file in both tools: llama.cpp multiplies with activations in 8 bits where llmx's
-             reference kernels use 32, so they may differ, within the standard error
+  as stored  perplexity of the file in both tools, in llmx with exact activations (bf16) and with those that its kernels
+             round to 8 bits (int8), as llama.cpp's do, each in its own way: they may differ, within the standard error
   exact      KL divergence of the same weights rounded to Q4_0, both sets written as F32, F32 cache: the measure with
              both tools' own logits, on the logits file that llama-perplexity wrote
   ours       the logits file that llmx wrote for the F32 weights, read by llama-perplexity --kl-divergence
@@ -62,11 +62,11 @@ def llama(options: argparse.Namespace, model: str, *flags: str) -> dict[str, lis
     return {name: [float(value) for value in match.groups()] for name, match in found.items() if match}
 
 
-def llmx(options: argparse.Namespace, model: str, **plan: Any) -> dict[str, Any]:
-    """The results of `llmx eval MODEL --chunks N`, F32 throughout."""
+def llmx(options: argparse.Namespace, model: str, activations: str = "bf16", **plan: Any) -> dict[str, Any]:
+    """The results of `llmx eval MODEL --chunks N`, F32 throughout, unless `activations` are to be rounded to 8 bits."""
     located = locate(model)
     found = Findings(Plan(Protocol(LLAMA, 512), options.chunks, **plan))
-    config = EngineConfig(model=model, dtype="float32", threads=options.threads)
+    config = EngineConfig(model=model, dtype="float32", activations=activations, threads=options.threads)
     evaluate(Model(config, located, open_tokenizer(located)), None, found, say)
     return found.results()
 
@@ -124,13 +124,12 @@ def compare(options: argparse.Namespace, model: str, folder: Path) -> dict[str, 
     say(f"{model}: as stored")
     theirs = llama(options, model, *text, *chunks)
     written = read_file(Path(options.text))
-    ours = llmx(options, model, written=written)
+    found: dict[str, Any] = {"as_stored": {"llama.cpp": theirs["perplexity"], "agrees": True}}
     value, error = theirs["perplexity"]
-    mine = ours["perplexity"]
-    agrees = abs(mine["mean"] - value) <= min(error, mine["se"])
-    found: dict[str, Any] = {
-        "as_stored": {"llama.cpp": theirs["perplexity"], "llmx": [mine["mean"], mine["se"]], "agrees": agrees}
-    }
+    for activations in ("bf16", "int8"):
+        mine = llmx(options, model, activations, written=written)["perplexity"]
+        found["as_stored"][f"llmx, {activations}"] = [mine["mean"], mine["se"]]
+        found["as_stored"]["agrees"] &= abs(mine["mean"] - value) <= min(error, mine["se"])
 
     say(f"{model}: KL divergence of weights rounded to Q4_0")
     exact = llama(options, full, *text, *chunks, *EXACT, "--save-all-logits", str(paths["f32.logits"]))

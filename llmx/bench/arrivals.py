@@ -58,8 +58,11 @@ def ramped(count: int, ramp: Ramp, process: str, burstiness: float, seed: int) -
     """As `offsets`, with a rate of its own for each gap, and not scaled, as `vllm bench serve` has it."""
     shape = 1.0 if process == "poisson" else burstiness
     rng = random.Random(f"arrivals/{seed}")
-    draw = (lambda: 1.0) if process == "constant" else (lambda: rng.gammavariate(shape, 1 / shape))
-    return tuple(itertools.accumulate(draw() / ramp.rate(i, count) for i in range(count)))
+
+    def gap() -> float:
+        return 1.0 if process == "constant" else rng.gammavariate(shape, 1 / shape)
+
+    return tuple(itertools.accumulate(gap() / ramp.rate(i, count) for i in range(count)))
 
 
 def offsets(count: int, rate: float, process: str, burstiness: float, seed: int) -> tuple[float, ...]:
