@@ -2,6 +2,7 @@
 # make demo       from nothing to a sentence, a bench table and a JSON report by a real model
 # make test       what CI runs: lint, then every test that this machine can run
 # make native     compile kernels/cpu again after an edit (up to a minute or two)
+# make sanitize   the kernels' tests under the address, undefined-behaviour and thread sanitizers (many minutes)
 #
 # TORCH_INDEX=URL takes torch, and torch alone, from another package index (a CPU-only or another CUDA build).
 VENV ?= .venv
@@ -24,7 +25,7 @@ $(READY): $(PY) pyproject.toml CMakeLists.txt constraints.txt
 	@mkdir -p build && touch $@
 
 .DEFAULT_GOAL := $(READY)
-.PHONY: demo test lint native clean
+.PHONY: demo test lint native sanitize clean
 
 demo: $(READY)
 	$(LLMX) pull demo
@@ -43,6 +44,24 @@ native: $(READY)
 	else \
 		LLMX_REQUIRE_NATIVE=1 $(PIP) install -q --no-deps --no-build-isolation -e .; \
 	fi
+
+# The library once more with sanitizers in it, under the tests of every op; then the queue and kernels in a program of
+# their own. The preloaded libraries are those that a Python built without sanitizers lacks.
+SANITIZED := build/sanitize/native
+CXX ?= g++
+SANITIZED_TESTS ?= $(addprefix tests/unit/test_,cpu_ops.py linear_packed.py native.py random.py)
+sanitize: $(READY)
+	@mkdir -p $(SANITIZED)
+	$(VENV)/bin/cmake -S . -B $(SANITIZED) -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(VENV))/bin/ninja \
+		-DCMAKE_BUILD_TYPE=Debug -DPython_EXECUTABLE=$(abspath $(PY)) -DCMAKE_CXX_COMPILER=$(CXX) \
+		-Dnanobind_DIR=$$($(PY) -m nanobind --cmake_dir) -DLLMX_SANITIZE=address,undefined > $(SANITIZED).log
+	$(VENV)/bin/cmake --build $(SANITIZED) -j $(JOBS) >> $(SANITIZED).log || { cat $(SANITIZED).log; false; }
+	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
+		ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONPATH=tests OMP_NUM_THREADS=2 \
+		LLMX_SANITIZED=$$(ls $(SANITIZED)/_native*.so) $(PY) -m pytest -q -p native.sanitized $(SANITIZED_TESTS)
+	$(CXX) -std=c++17 -O1 -g1 -fsanitize=thread -DDRIVE_KERNELS -DLLMX_ISA=portable -ffp-contract=off -Ikernels/cpu \
+		tests/native/queue_driver.cpp kernels/cpu/runtime/pool.cpp kernels/cpu/*.cpp -o $(SANITIZED)/driver -pthread
+	TSAN_OPTIONS=die_after_fork=0 $(SANITIZED)/driver
 
 # mypy doesn't know that kernels/* is mapped into the package, so it checks a tree of links where it is.
 TYPED := build/typed
