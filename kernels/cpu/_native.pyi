@@ -29,6 +29,18 @@ def linear_int8(
     /,
 ) -> None: ...
 def unpack_linear(out: int, packed: int, block_bytes: int, inputs: int, outputs: int, format: int, /) -> None: ...
+def pack_blocks(
+    packed: int,
+    block_bytes: int,
+    rows: int,
+    row_bytes: int,
+    outputs: int,
+    inputs: int,
+    kind: int,
+    format: int,
+    threads: int,
+    /,
+) -> None: ...
 def attention(
     out: int,
     q: int,

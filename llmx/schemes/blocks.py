@@ -111,6 +111,8 @@ class PartedScheme(BlockScheme):
         weight = tensors["weight"]
         n_out, each = weight.shape[0], weight.shape[1] // self.block_bytes
         packed: Tensor = kernels.get("new_packed")(self.kernel_layout, n_out, each * self.size)
+        if kernels.has("pack_blocks") and kernels.get("pack_blocks")(packed, self.kernel_layout, self.kind, weight):
+            return {self.kernel_layout: packed}
         step = max(LANES, CHUNK // max(1, each * self.size) // LANES * LANES)
         for low in range(0, n_out, step):
             rows = weight[low : low + step]

@@ -1,0 +1,55 @@
+"""Packing of GGUF's blocks in C++, on all threads. `linear.pack_codes` defines what comes out."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from llmx.kernels.cpu import native
+from llmx.kernels.cpu.linear import FORMATS, LANES
+
+# Kind -> (its number in pack.cpp, inputs in a block, its bytes)
+KINDS = {
+    "Q4_0": (0, 32, 18),
+    "Q4_1": (1, 32, 20),
+    "Q5_0": (2, 32, 22),
+    "Q5_1": (3, 32, 24),
+    "Q8_0": (4, 32, 34),
+    "IQ4_NL": (5, 32, 18),
+    "Q2_K": (6, 256, 84),
+    "Q3_K": (7, 256, 110),
+    "Q4_K": (8, 256, 144),
+    "Q5_K": (9, 256, 176),
+    "Q6_K": (10, 256, 210),
+    "IQ4_XS": (11, 256, 136),
+}
+LAYOUTS = ("q4", "q4+m", "q4*s-m", "q8", "q8+m", "q8*s-m", "q8*f", "q8*f-m", "q8*s")  # that pack.cpp writes
+
+
+def pack_blocks(packed: Tensor, layout: str, kind: str, rows: Tensor) -> bool:
+    """rows (n_out, bytes) uint8, blocks of GGUF's `kind` -> `packed`, new from `new_packed`.
+
+    False, and nothing done, for a kind or a layout that it doesn't know.
+    """
+    if kind not in KINDS or layout not in LAYOUTS:
+        return False
+    library = native()
+    assert library is not None, "the table offers this only where the library is built"
+    number, size, block_bytes = KINDS[kind]
+    rows = rows.contiguous()
+    n_out, row_bytes = rows.shape
+    n_in = row_bytes // block_bytes * size
+    assert row_bytes % block_bytes == 0, f"{row_bytes} bytes are not blocks of {block_bytes}"
+    assert len(packed) == -(-n_out // LANES), f"{n_out} rows into {len(packed)} blocks"
+    library.pack_blocks(
+        packed.data_ptr(),
+        packed.shape[1],
+        rows.data_ptr(),
+        row_bytes,
+        n_out,
+        n_in,
+        number,
+        FORMATS[layout],
+        torch.get_num_threads(),
+    )
+    return True
