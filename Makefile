@@ -49,7 +49,7 @@ native: $(READY)
 # their own. The preloaded libraries are those that a Python built without sanitizers lacks.
 SANITIZED := build/sanitize/native
 CXX ?= g++
-SANITIZED_TESTS ?= $(addprefix tests/unit/test_,cpu_ops.py linear_packed.py native.py random.py)
+SANITIZED_TESTS ?= $(addprefix tests/unit/test_,cpu_ops.py linear_packed.py linear_int8.py pack.py sample.py native.py random.py)
 sanitize: $(READY)
 	@mkdir -p $(SANITIZED)
 	$(VENV)/bin/cmake -S . -B $(SANITIZED) -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(VENV))/bin/ninja \

@@ -54,3 +54,13 @@ def test_the_gain_of_batching_is_the_median_over_seeds_at_the_share_of_the_capac
             assert one[contender]["cached_tokens"] == 0
         assert one["continuous"]["total_input_tokens"] == one["static"]["total_input_tokens"]
     assert found["holds"] is (code == 0)
+
+
+def test_a_busy_neighbour_changes_no_token_and_is_held_against_quiet_runs() -> None:
+    flags = ["--model", "random:tiny", "--input-len", "40", "--output-len", "8", "--rounds", "3", "--threads", "2"]
+    code, found = results("busy_neighbour.py", *flags)
+    for name, ratio in found["ratios"].items():
+        what, kind = name.split("_")
+        pairs = zip(found["rounds"][kind][what], found["rounds"]["quiet"][what], strict=True)
+        assert ratio == pytest.approx(sorted(busy / quiet for busy, quiet in pairs)[1])
+    assert (code == 0) is (min(found["ratios"].values()) >= found["goal"])
