@@ -37,7 +37,7 @@ def pack_blocks(
     outputs: int,
     inputs: int,
     kind: int,
-    format: int,
+    layout: int,
     threads: int,
     /,
 ) -> None: ...

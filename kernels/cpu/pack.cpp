@@ -1,6 +1,6 @@
 // From GGUF's blocks to the packed layouts of linear.cpp, several blocks of outputs at once. What the types mean is
 // defined by llmx/schemes/gguf_*.py, and what lies where by kernels/cpu/linear.py's pack_codes; tests hold both against
-// this. A new type needs a reader here, a new layout a line of LAYOUTS and, for other widths, a way to write codes.
+// this. A new type needs a reader here, and codes of another width a way to write them.
 #include "ops.h"
 #include "runtime/pool.h"
 
@@ -11,21 +11,7 @@ constexpr int LANES = 16, GROUP = 32, SUPER = 256;
 
 struct Layout {
   int bits;
-  bool small, fine, minimum;  // scales of a byte each; of 16 inputs, not 32; a minimum beside each scale
-};
-
-// In the order of kernels/cpu/linear.py's FORMATS, from the first that is made of whole numbers on.
-constexpr int FIRST = 3;
-constexpr Layout LAYOUTS[] = {
-    {4, false, false, false},  // q4
-    {4, false, false, true},   // q4+m
-    {4, true, false, true},    // q4*s-m
-    {8, false, false, false},  // q8
-    {8, false, false, true},   // q8+m
-    {8, true, false, true},    // q8*s-m
-    {8, true, true, false},    // q8*f
-    {8, true, true, true},     // q8*f-m
-    {8, true, false, false},   // q8*s
+  bool small, fine, minimum;  // scales of a byte each; of 16 inputs, not 32; a minimum beside each scale or d
 };
 
 // A block taken apart, as llmx/schemes/blocks.py's Parts.
@@ -161,13 +147,26 @@ struct Job {
   Layout layout;
 };
 
-// 32 codes of output `lane` -> their dwords among those of 16 outputs.
+// WIDTH bits of `count` codes four inputs apart, from bit 4 on, side by side.
+template <int WIDTH>
+inline uint8_t high_bits(const uint8_t* codes, int count) {
+  int bits = 0;
+  for (int j = 0; j < count; ++j) bits |= (codes[4 * j] >> 4 & ((1 << WIDTH) - 1)) << WIDTH * j;
+  return static_cast<uint8_t>(bits);
+}
+
+// 32 codes of output `lane` -> their dwords among those of 16 outputs; packed.h says which bits are where.
 inline void write_codes(uint8_t* group, const uint8_t* codes, int lane, int bits) {
-  for (int vector = 0; vector < (bits == 4 ? 4 : 8); ++vector) {
+  for (int vector = 0; vector < bits; ++vector) {  // there are as many vectors as bits
+    const int low = 4 * vector;
     uint8_t dword[4];
     for (int i = 0; i < 4; ++i) {
-      const uint8_t low = codes[4 * vector + i];
-      dword[i] = bits == 4 ? static_cast<uint8_t>((low & 15) | codes[16 + 4 * vector + i] << 4) : low;
+      if (bits == 8)
+        dword[i] = codes[low + i];
+      else if (vector < 4)
+        dword[i] = static_cast<uint8_t>((codes[low + i] & 15) | codes[16 + low + i] << 4);
+      else
+        dword[i] = bits == 5 ? high_bits<1>(codes + i, 8) : high_bits<2>(codes + 16 * (vector - 4) + i, 4);
     }
     copy(group + 4 * (LANES * vector + lane), dword, 4);
   }
@@ -216,10 +215,11 @@ void run(Job& job, int threads) {
 
 }  // namespace
 
-// kind: in the order of kernels/cpu/pack.py's KINDS.
+// kind: in the order of kernels/cpu/pack.py's KINDS. layout: its bits, then one bit for small, fine and minimum each.
 void pack_blocks(uint8_t* packed, int64_t block_bytes, const uint8_t* rows, int64_t row_bytes, int64_t outputs,
-                 int64_t inputs, int32_t kind, int32_t format, int32_t threads) {
-  Job job{packed, block_bytes, rows, row_bytes, outputs, inputs, 1, LAYOUTS[format - FIRST]};
+                 int64_t inputs, int32_t kind, int32_t layout, int32_t threads) {
+  const Layout parts{layout & 15, (layout & 16) != 0, (layout & 32) != 0, (layout & 64) != 0};
+  Job job{packed, block_bytes, rows, row_bytes, outputs, inputs, 1, parts};
   constexpr void (*RUN[])(Job&, int) = {run<Q4_0>, run<Q4_1>, run<Q5_0>, run<Q5_1>, run<Q8_0>, run<IQ4_NL>,
                                         run<Q2_K>, run<Q3_K>, run<Q4_K>, run<Q5_K>, run<Q6_K>, run<IQ4_XS>};
   RUN[kind](job, threads);

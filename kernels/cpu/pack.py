@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from llmx.kernels.cpu import native
-from llmx.kernels.cpu.linear import FORMATS, LANES
+from llmx.kernels.cpu.linear import LANES
 
 # Kind -> (its number in pack.cpp, inputs in a block, its bytes)
 KINDS = {
@@ -23,7 +23,7 @@ KINDS = {
     "Q6_K": (10, 256, 210),
     "IQ4_XS": (11, 256, 136),
 }
-LAYOUTS = ("q4", "q4+m", "q4*s-m", "q8", "q8+m", "q8*s-m", "q8*f", "q8*f-m", "q8*s")  # that pack.cpp writes
+WIDTHS = (4, 5, 6, 8)  # bits of a code that pack.cpp can write
 
 
 def pack_blocks(packed: Tensor, layout: str, kind: str, rows: Tensor) -> bool:
@@ -31,7 +31,7 @@ def pack_blocks(packed: Tensor, layout: str, kind: str, rows: Tensor) -> bool:
 
     False, and nothing done, for a kind or a layout that it doesn't know.
     """
-    if kind not in KINDS or layout not in LAYOUTS:
+    if kind not in KINDS or not layout.startswith("q") or int(layout[1]) not in WIDTHS:
         return False
     library = native()
     assert library is not None, "the table offers this only where the library is built"
@@ -49,7 +49,7 @@ def pack_blocks(packed: Tensor, layout: str, kind: str, rows: Tensor) -> bool:
         n_out,
         n_in,
         number,
-        FORMATS[layout],
+        int(layout[1]) + 16 * ("*" in layout) + 32 * ("*f" in layout) + 64 * layout.endswith("m"),
         torch.get_num_threads(),
     )
     return True

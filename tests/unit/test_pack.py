@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from llmx.kernels import Kernels, cpu
-from llmx.kernels.cpu.pack import KINDS, LAYOUTS, pack_blocks
+from llmx.kernels.cpu.pack import KINDS, pack_blocks
 from llmx.schemes import schemes
 from llmx.schemes.base import Axis, Kind
 from llmx.schemes.blocks import PartedScheme
@@ -53,7 +53,6 @@ def test_the_bytes_are_those_of_packing_in_torch(isa: str, scheme: PartedScheme,
 
 def test_every_kind_that_kernels_multiply_from_is_packed_in_cpp() -> None:
     assert {scheme.kind for scheme in PARTED} == set(KINDS)
-    assert {scheme.kernel_layout for scheme in PARTED} == set(LAYOUTS)
     for scheme in PARTED:
         assert KINDS[scheme.kind][1:] == (scheme.size, scheme.block_bytes)
 
