@@ -144,6 +144,7 @@ void tile(const Job& job, int64_t row, int64_t block) {
   float sums[R][LANES];
   LLMX_UNROLL for (int r = 0; r < R; ++r) store(sums[r], zero());
   for (int64_t group = 0; group < job.inputs / GROUP; ++group, x += R * ROW_BYTES) {
+    source.fetch(group, job.block_bytes);  // of the next block: a block is too short for the processor to guess
     source.begin(group, 0);
     gain<Source, R>(source, group, 0, reinterpret_cast<const int32_t*>(x), sums);
     if constexpr (Source::FINE) {

@@ -43,6 +43,13 @@ struct Packed {
       if constexpr (MIN) minimum = load_half(e + group * 2 * LANES);
     }
   }
+  // Into the cache: what lies `ahead` of a group's codes and scales.
+  LLMX_INLINE void fetch(int64_t group, int64_t ahead) const {
+    for (int line = 0; line < BITS; ++line) __builtin_prefetch(codes + group * CODES + 64 * line + ahead);
+    const int64_t at = SMALL ? (FINE ? 2 : 1) * LANES : 2 * LANES;  // bytes of a group's scales
+    __builtin_prefetch((SMALL ? scales : d) + group * at + ahead);
+    if constexpr (MIN) __builtin_prefetch((SMALL ? minima : e) + group * at + ahead);
+  }
   // Of input 16 * part + 4 * i + byte of the group.
   LLMX_INLINE F weight(int64_t group, int part, int i, int byte) const {
     const uint8_t* at = codes + group * CODES;
