@@ -144,8 +144,9 @@ class Engine(Contender):
     def server_command(self) -> tuple[list[str], Mapping[str, str]]:
         if self.engine == "vllm":
             sizes = ["--max-model-len", str(CONTEXT), "--max-num-seqs", str(REQUESTS), "--no-enable-prefix-caching"]
-            command = [str(Path(self.python).parent / "vllm"), "serve", str(self.path()), "--dtype"]
-            return [*command, self.options["dtype"], *sizes, "--port", "{port}", "--host", "127.0.0.1"], self.env
+            command = [self.python, "-m", "vllm.entrypoints.cli.main", "serve", str(self.path())]
+            address = ["--host", "127.0.0.1", "--port", "{port}"]
+            return [*command, "--dtype", self.options["dtype"], *sizes, *address], self.env
         flags = [text for name, value in self.options.items() for text in (f"--{name.replace('_', '-')}", str(value))]
         sizes = ["--max-model-len", str(CONTEXT), "--max-num-seqs", str(REQUESTS), "--memory-utilization", "0.1"]
         command = llmx_command("serve", str(self.model.path), "--port", "{port}", "--threads", str(self.place.threads))
