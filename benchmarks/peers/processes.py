@@ -62,6 +62,10 @@ class Held:
             self.process.wait(GRACE)
         self._signal(signal.SIGKILL)
         self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
 
 
 class Worker(Held):
