@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from llmx.errors import UsageError
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
-KV_DTYPES = ("auto", "float32", "float16", "bfloat16")
+KV_DTYPES = ("auto", "float32", "float16", "bfloat16", "int8")
 ACTIVATIONS = ("auto", "int8", "bf16")
 ALIASES = {"float": "float32", "half": "float16", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"} | {
     "f32": "float32",

@@ -1,8 +1,9 @@
 // Attention over a block table; kernels/reference/attention.py defines it.
 //
-// Keys are taken in tiles of TILE at absolute positions, from left to right (online softmax), for any number of
-// queries alike: a score is one chain over the head's dimensions, a value one chain over the keys of a tile on top of
-// what the tiles before gave. What a query does not see adds exact zeros. So its bits don't depend on its neighbours.
+// Keys and values are read where they lie: of a block, the keys of a dimension side by side, the values one after the
+// other. Keys are taken in tiles of TILE at absolute positions. A tile gives a softmax of its own: a score is one chain
+// over the head's dimensions, a value one chain over the tile's keys; what a query does not see adds exact zeros. Tiles
+// are merged from left to right, by whichever thread. So a query's bits depend on nothing but what it sees.
 #include "ops.h"
 #include "runtime/pool.h"
 #include "tile.h"
@@ -10,188 +11,435 @@
 namespace LLMX_ISA {
 namespace {
 
-constexpr int TILE = 64;
+constexpr int TILE = 128;
+constexpr int STRIP = LANES;  // keys that are scored together
+constexpr int STRIPS = TILE / STRIP;
 constexpr float LOWEST = -1e30f;
+constexpr int64_t MOST_PARTS = 16 << 20;  // floats of tiles that wait to be merged
+constexpr int WIDTHS[] = {4, 2, 2, 1};    // bytes of a number, by the pools' kind: float32, float16, bfloat16, int8
 
 struct Task {
   float* out;
   const float* q;
-  const uint8_t *keys, *values;
-  int64_t heads, kv_heads, dim, slots;  // slots: of a head's pool
-  int32_t kind;                         // of the pools: 0 float32, 1 float16, 2 bfloat16
-  const int64_t* units;                 // (units, 3): first token, how many, row
+  const uint8_t *keys, *values, *scales;  // scales: of int8, a block's keys' before its values'; else nothing
+  int64_t heads, kv_heads, dim, block_bytes, head_bytes;
+  int32_t kind;
+  const int64_t* units;  // (units, 3): first token, how many, row
+  int64_t count;
   const int64_t *prefix, *table, *base, *paths;
   int64_t width, size, depth;  // of the table and its blocks; of the paths
+  const float* sinks;
   float scale, cap;
   int64_t window, first;
 };
 
-// The memory of one task: rows are a unit's tokens times the query heads of its key head.
-struct Desk {
-  float *q, *scores, *sums, *best, *total, *keys, *values;
-  int64_t *low, *high;
+struct Strip {
+  const uint8_t *keys, *values;
+  const float *key_scales, *value_scales;
+  int64_t key_step, value_step;  // bytes from a dimension, or a key, to the next
 };
 
-inline F load_any(const uint8_t* pool, int64_t at, int32_t kind) {
-  if (kind == 0) return load(reinterpret_cast<const float*>(pool) + at);
-  return kind == 1 ? load_half(pool + 2 * at) : load_bfloat(pool + 2 * at);
+// Rows that are computed together: of `count` rows, [low, high) of the tile's keys is what any of them sees.
+struct Rows {
+  int64_t row, low, high;
+  int count;
+};
+
+// The memory of one piece. Rows are a unit's tokens times the query heads of its key head.
+struct Desk {
+  int64_t token, row, head, group, rows, padded, low, high;  // what any row sees: [low, high)
+  int64_t *lows, *highs;
+  float *q, *weights, *sums, *best, *total, *fades;
+  uint8_t* copies;  // of strips that don't lie in one piece
+  int64_t copy_bytes;
+  Strip strips[STRIPS];
+};
+
+constexpr int blocks_of(int rows) { return MOST_ROWS / rows >= 4 ? 4 : MOST_ROWS / rows >= 2 ? 2 : 1; }
+
+template <int KIND>
+LLMX_INLINE F numbers(const uint8_t* p) {
+  if constexpr (KIND == 0) return load(reinterpret_cast<const float*>(p));
+  if constexpr (KIND == 1) return load_half(p);
+  if constexpr (KIND == 2) return load_bfloat(p);
+  if constexpr (KIND == 3) return load_signed(p);
 }
 
-// Sixteen numbers, or as many as there are and zeros.
-inline void copy_lanes(float* to, const uint8_t* pool, int64_t at, int64_t count, int32_t kind) {
-  if (count >= LANES) return store(to, load_any(pool, at, kind));
-  uint8_t some[4 * LANES] = {0};
-  const int64_t width = kind == 0 ? 4 : 2;
-  __builtin_memcpy(some, pool + width * at, static_cast<uint64_t>(width * count));
-  store(to, load_any(some, 0, kind));
+// The scores of R rows by 16 keys of each of B strips. q: [dimension][row].
+template <int KIND, int R, int B>
+LLMX_INLINE void score_strips(const Strip* strips, const float* q, int64_t dim, float* scores) {
+  F sums[R][B];
+  const uint8_t* at[B];
+  for (int b = 0; b < B; ++b) at[b] = strips[b].keys;
+  for (int r = 0; r < R; ++r)
+    for (int b = 0; b < B; ++b) sums[r][b] = zero();
+#pragma GCC unroll 4
+  for (int64_t d = 0; d < dim; ++d) {
+    for (int b = 0; b < B; ++b) {
+      const F keys = numbers<KIND>(at[b]);
+      at[b] += strips[b].key_step;
+      for (int r = 0; r < R; ++r) sums[r][b] = fma(keys, all(q[d * R + r]), sums[r][b]);
+    }
+  }
+  for (int b = 0; b < B; ++b)
+    for (int r = 0; r < R; ++r) {
+      const F s = KIND == 3 ? mul(sums[r][b], load(strips[b].key_scales)) : sums[r][b];
+      store(scores + r * TILE + b * STRIP, s);
+    }
 }
 
-// Keys of [from, from + TILE) as [dimension][key], values as [key][padded dimension]; zeros outside [low, high).
-inline void gather(const Task& t, const Desk& desk, int64_t row, int64_t token, int64_t head, int64_t padded,
-                   int64_t from, int64_t low, int64_t high) {
-  for (int64_t j = 0; j < TILE; ++j) {
+template <int KIND, int R>
+void score(const Desk& desk, const Rows& rows, int64_t dim) {
+  constexpr int B = blocks_of(R);
+  const float* q = desk.q + rows.row * dim;
+  float* scores = desk.weights + rows.row * TILE;
+  int64_t s = rows.low / STRIP;
+  const int64_t end = (rows.high + STRIP - 1) / STRIP;
+  for (; s + B <= end; s += B) score_strips<KIND, R, B>(desk.strips + s, q, dim, scores + s * STRIP);
+  if constexpr (B > 1)
+    for (; s < end; ++s) score_strips<KIND, R, 1>(desk.strips + s, q, dim, scores + s * STRIP);
+}
+
+// The weighted values of R rows, 16 dimensions of each of B blocks, go into `sums` as `fades` say (old, new).
+template <int KIND, int R, int B>
+LLMX_INLINE void weigh_blocks(const Desk& desk, const Rows& rows, int64_t d, float* sums) {
+  F part[R][B];
+  for (int r = 0; r < R; ++r)
+    for (int b = 0; b < B; ++b) part[r][b] = zero();
+  const float* weights = desk.weights + rows.row * TILE;
+  for (int64_t key = rows.low; key < rows.high;) {
+    const Strip& strip = desk.strips[key / STRIP];
+    const int64_t end = key / STRIP * STRIP + STRIP < rows.high ? key / STRIP * STRIP + STRIP : rows.high;
+    const uint8_t* at = strip.values + key % STRIP * strip.value_step + d * WIDTHS[KIND];
+#pragma GCC unroll 4
+    for (; key < end; ++key, at += strip.value_step) {
+      for (int b = 0; b < B; ++b) {
+        const F values = numbers<KIND>(at + b * LANES * WIDTHS[KIND]);
+        for (int r = 0; r < R; ++r) part[r][b] = fma(values, all(weights[r * TILE + key]), part[r][b]);
+      }
+    }
+  }
+  for (int r = 0; r < R; ++r) {
+    const F old = all(desk.fades[2 * (rows.row + r)]), now = all(desk.fades[2 * (rows.row + r) + 1]);
+    for (int b = 0; b < B; ++b) {
+      float* to = sums + (rows.row + r) * desk.padded + d + b * LANES;
+      store(to, fma(load(to), old, mul(part[r][b], now)));
+    }
+  }
+}
+
+template <int KIND, int R>
+void weigh(const Desk& desk, const Rows& rows, float* sums) {
+  constexpr int B = blocks_of(R);
+  int64_t d = 0;
+  for (; d + B * LANES <= desk.padded; d += B * LANES) weigh_blocks<KIND, R, B>(desk, rows, d, sums);
+  if constexpr (B > 1)
+    for (; d < desk.padded; d += LANES) weigh_blocks<KIND, R, 1>(desk, rows, d, sums);
+}
+
+template <int KIND, int R>
+LLMX_INLINE void choose(const Desk& desk, const Rows& rows, int64_t dim, float* sums) {
+  if (rows.count == R) return sums == nullptr ? score<KIND, R>(desk, rows, dim) : weigh<KIND, R>(desk, rows, sums);
+  if constexpr (R > 1) choose<KIND, R - 1>(desk, rows, dim, sums);
+}
+
+// Scores, or, with somewhere to put them, weighted values.
+void multiply(int32_t kind, const Desk& desk, const Rows& rows, int64_t dim, float* sums) {
+  switch (kind) {
+    case 0: return choose<0, MOST_ROWS>(desk, rows, dim, sums);
+    case 1: return choose<1, MOST_ROWS>(desk, rows, dim, sums);
+    case 2: return choose<2, MOST_ROWS>(desk, rows, dim, sums);
+    default: return choose<3, MOST_ROWS>(desk, rows, dim, sums);
+  }
+}
+
+// Where the block with this slot begins for the key head, in bytes.
+LLMX_INLINE int64_t block_of(const Task& t, const Desk& desk, int64_t logical) {
+  const int64_t block = logical / t.size;
+  const int64_t known = block < t.width ? block : t.width - 1;  // what lies past the table belongs to dropped tokens
+  return t.table[desk.row * t.width + known] * t.block_bytes + desk.head * t.head_bytes;
+}
+
+// A strip copied key by key: the slots of a draft's ancestors, blocks that are shorter, heads that 16 doesn't divide.
+Strip copied(const Task& t, const Desk& desk, int64_t from, int which) {
+  const int64_t wide = WIDTHS[t.kind], row_bytes = desk.padded * wide;
+  uint8_t* keys = desk.copies + which * desk.copy_bytes;
+  uint8_t* values = keys + STRIP * t.dim * wide;
+  float* scales = reinterpret_cast<float*>(values + STRIP * row_bytes);
+  for (int j = 0; j < STRIP; ++j) {
     int64_t logical = from + j;
-    float* value = desk.values + j * padded;
-    if (logical < low || logical >= high) {
-      for (int64_t d = 0; d < t.dim; ++d) desk.keys[d * TILE + j] = 0.0f;
-      __builtin_memset(value, 0, static_cast<uint64_t>(padded) * sizeof(float));
+    const int64_t step = logical - t.base[desk.row];
+    if (t.paths != nullptr && step >= 0 && step < t.depth && t.paths[desk.token * t.depth + step] >= 0)
+      logical = t.base[desk.row] + t.paths[desk.token * t.depth + step];
+    const int64_t at = block_of(t, desk, logical), place = logical % t.size;
+    const uint8_t* key = t.keys + at + place * wide;
+    for (int64_t d = 0; d < t.dim; ++d)
+      __builtin_memcpy(keys + (d * STRIP + j) * wide, key + d * t.size * wide, static_cast<uint64_t>(wide));
+    const uint8_t* value = t.values + at + place * t.dim * wide;
+    __builtin_memcpy(values + j * row_bytes, value, static_cast<uint64_t>(t.dim * wide));
+    __builtin_memset(values + j * row_bytes + t.dim * wide, 0, static_cast<uint64_t>(row_bytes - t.dim * wide));
+    if (t.scales == nullptr) continue;
+    scales[j] = reinterpret_cast<const float*>(t.scales + at)[place];
+    scales[STRIP + j] = reinterpret_cast<const float*>(t.scales + at)[t.size + place];
+  }
+  return {keys, values, scales, scales + STRIP, STRIP * wide, row_bytes};
+}
+
+void find_strips(const Task& t, Desk& desk, int64_t from, int64_t low, int64_t high) {
+  const int64_t wide = WIDTHS[t.kind];
+  const bool whole = t.size % STRIP == 0 && t.dim % LANES == 0;
+  for (int64_t s = (low - from) / STRIP; from + s * STRIP < high; ++s) {
+    const int64_t logical = from + s * STRIP;
+    if (!whole || (t.paths != nullptr && logical + STRIP > t.base[desk.row])) {
+      desk.strips[s] = copied(t, desk, logical, static_cast<int>(s));
       continue;
     }
-    if (t.paths != nullptr && logical >= t.base[row]) {
-      const int64_t step = logical - t.base[row];
-      const int64_t node = step < t.depth ? t.paths[token * t.depth + step] : -1;
-      if (node >= 0) logical = t.base[row] + node;
-    }
-    int64_t block = logical / t.size;
-    if (block >= t.width) block = t.width - 1;
-    const int64_t at = (head * t.slots + t.table[row * t.width + block] * t.size + logical % t.size) * t.dim;
-    for (int64_t d = 0; d < t.dim; d += LANES) {
-      float lanes[LANES];
-      copy_lanes(lanes, t.keys, at + d, t.dim - d, t.kind);
-      for (int64_t i = 0; i < LANES && d + i < t.dim; ++i) desk.keys[(d + i) * TILE + j] = lanes[i];
-      copy_lanes(value + d, t.values, at + d, t.dim - d, t.kind);
-    }
+    const int64_t at = block_of(t, desk, logical), place = logical % t.size;
+    const float* scales = reinterpret_cast<const float*>(t.scales + (t.scales == nullptr ? 0 : at));
+    desk.strips[s] = {t.keys + at + place * wide, t.values + at + place * t.dim * wide, scales + place,
+                      scales + t.size + place, t.size * wide, t.dim * wide};
   }
 }
 
-template <int R>
-void score(const Desk& desk, int64_t dim, int64_t row) {
-  for (int b = 0; b < TILE / LANES; ++b) {
-    F sums[R][1];
-    for (int r = 0; r < R; ++r) sums[r][0] = zero();
-    Strided sources[1] = {{desk.keys + b * LANES, TILE}};
-    accumulate<Strided, R, 1>(sources, desk.q + row * dim, dim, 0, dim, 0, sums);
-    for (int r = 0; r < R; ++r) store(desk.scores + (row + r) * TILE + b * LANES, sums[r][0]);
-  }
+struct State {
+  float best[LANES], total[LANES];
+};
+
+// The softmax of what `now` tells of joins what is at `best` and `total`; fades: what the old sums and the new fade by.
+LLMX_INLINE void join(const State& now, float* best, float* total, int count, float* fades) {
+  State was;
+  const uint64_t bytes = static_cast<uint64_t>(count) * sizeof(float);
+  __builtin_memset(&was, 0, sizeof was);
+  __builtin_memcpy(was.best, best, bytes), __builtin_memcpy(was.total, total, bytes);
+  const F highest = most(load(now.best), load(was.best));
+  const F old = exponential(sub(load(was.best), highest)), young = exponential(sub(load(now.best), highest));
+  store(was.total, add(mul(load(was.total), old), mul(load(now.total), young)));
+  store(was.best, highest);
+  __builtin_memcpy(best, was.best, bytes), __builtin_memcpy(total, was.total, bytes);
+  float lanes[2][LANES];
+  store(lanes[0], old), store(lanes[1], young);
+  for (int i = 0; i < count; ++i) fades[2 * i] = lanes[0][i], fades[2 * i + 1] = lanes[1][i];
 }
 
-template <int R>
-void weigh(const Desk& desk, int64_t padded, int64_t row) {
-  for (int64_t d = 0; d < padded; d += LANES) {
-    F sums[R][1];
-    for (int r = 0; r < R; ++r) sums[r][0] = load(desk.sums + (row + r) * padded + d);
-    Strided sources[1] = {{desk.values + d, padded}};
-    accumulate<Strided, R, 1>(sources, desk.scores + row * TILE, TILE, 0, TILE, 0, sums);
-    for (int r = 0; r < R; ++r) store(desk.sums + (row + r) * padded + d, sums[r][0]);
-  }
-}
-
-template <int R>
-LLMX_INLINE void choose(const Desk& desk, int64_t dim, bool scores, int64_t rows, int64_t row) {
-  if (rows == R) return scores ? score<R>(desk, dim, row) : weigh<R>(desk, dim, row);
-  if constexpr (R > 1) choose<R - 1>(desk, dim, scores, rows, row);
-}
-
-inline void each_tile(const Desk& desk, int64_t dim, bool scores, int64_t rows) {
-  for (int64_t row = 0; row < rows; row += MOST_ROWS)
-    choose<MOST_ROWS>(desk, dim, scores, rows - row < MOST_ROWS ? rows - row : MOST_ROWS, row);
-}
-
-// Scores -> weights, in place; what was summed before fades with the new maximum.
-inline void soften(const Task& t, const Desk& desk, int64_t padded, int64_t from, int64_t row) {
-  float* scores = desk.scores + row * TILE;
-  F highest = all(LOWEST);
-  for (int b = 0; b < TILE; b += LANES) {
+// Scores -> weights, in place. What a row doesn't see weighs nothing.
+LLMX_INLINE void soften(const Task& t, const Desk& desk, const Rows& rows, int64_t from, int i, State& now) {
+  const int64_t low = desk.lows[rows.row + i] - from, high = desk.highs[rows.row + i] - from;
+  const int64_t begin = rows.low / STRIP * STRIP;
+  float* scores = desk.weights + (rows.row + i) * TILE;
+  F highest = all(LOWEST), total = zero();
+  for (int64_t b = begin; b < rows.high; b += STRIP) {
     F s = load(scores + b);
     if (t.cap != 0.0f) s = mul(tanh_of(div(s, all(t.cap))), all(t.cap));
-    float lanes[LANES];
-    store(lanes, s);
-    for (int i = 0; i < LANES; ++i)
-      if (from + b + i < desk.low[row] || from + b + i >= desk.high[row]) lanes[i] = -__builtin_inff();
-    s = load(lanes);
+    if (b < low || b + STRIP > high) {
+      float lanes[LANES];
+      store(lanes, s);
+      for (int k = 0; k < LANES; ++k)
+        if (b + k < low || b + k >= high) lanes[k] = -__builtin_inff();
+      s = load(lanes);
+    }
     store(scores + b, s);
     highest = most(s, highest);
   }
-  const float before = desk.best[row], tile_best = most_of(highest), best = tile_best > before ? tile_best : before;
-  F sum = zero();
-  for (int b = 0; b < TILE; b += LANES) {
-    const F weight = exponential(sub(load(scores + b), all(best)));
-    store(scores + b, weight);
-    sum = add(sum, weight);
+  now.best[i] = most_of(highest);
+  for (int64_t b = begin; b < rows.high; b += STRIP) {
+    const F weight = exponential(sub(load(scores + b), all(now.best[i])));
+    total = add(total, weight);
+    store(scores + b, t.kind == 3 ? mul(weight, load(desk.strips[b / STRIP].value_scales)) : weight);
   }
-  float fade[LANES];
-  store(fade, exponential(all(before - best)));
-  desk.best[row] = best;
-  desk.total[row] = desk.total[row] * fade[0] + sum_of(sum);
-  if (before != best)
-    for (int64_t d = 0; d < padded; d += LANES) {
-      float* at = desk.sums + row * padded + d;
-      store(at, mul(load(at), all(fade[0])));
-    }
+  now.total[i] = sum_of(total);
 }
 
-void attend(void* context, int64_t task, int thread) {
-  const Task& t = *static_cast<const Task*>(context);
-  const int64_t head = task % t.kv_heads, group = t.heads / t.kv_heads, padded = (t.dim + LANES - 1) / LANES * LANES;
-  const int64_t* unit = t.units + task / t.kv_heads * 3;
-  const int64_t token = unit[0], rows = unit[1] * group;
-  const int64_t floats = rows * (t.dim + TILE + padded + 2 + 4) + TILE * (t.dim + padded);
-  Desk desk;
-  desk.low = static_cast<int64_t*>(llmx_pool::scratch(thread, floats * static_cast<int64_t>(sizeof(float))));
-  desk.high = desk.low + rows;
-  desk.q = reinterpret_cast<float*>(desk.high + rows);
-  desk.scores = desk.q + rows * t.dim;
-  desk.sums = desk.scores + rows * TILE;
-  desk.best = desk.sums + rows * padded;
-  desk.total = desk.best + rows;
-  desk.keys = desk.total + rows;
-  desk.values = desk.keys + TILE * t.dim;
-  int64_t low = INT64_MAX, high = 0;
-  for (int64_t row = 0; row < rows; ++row) {
-    const int64_t query = token + row / group, prefix = t.prefix[query];
-    desk.high[row] = prefix;
-    desk.low[row] = t.window > 0 && prefix - t.window > t.first ? prefix - t.window : t.first;
-    if (desk.low[row] < desk.high[row]) {
-      low = desk.low[row] < low ? desk.low[row] : low;
-      high = desk.high[row] > high ? desk.high[row] : high;
+// The tile that begins at key `from` joins sums, best and total.
+void take_tile(const Task& t, Desk& desk, int64_t from) {
+  const int64_t end = from + TILE, low = desk.low > from ? desk.low : from, high = desk.high < end ? desk.high : end;
+  if (low >= high) return;
+  find_strips(t, desk, from, low, high);
+  const int64_t blocks = (desk.rows + MOST_ROWS - 1) / MOST_ROWS;
+  for (int64_t block = 0; block < blocks; ++block) {
+    Rows rows{desk.rows * block / blocks, TILE, 0, 0};
+    rows.count = static_cast<int>(desk.rows * (block + 1) / blocks - rows.row);
+    for (int64_t row = rows.row; row < rows.row + rows.count; ++row) {
+      const int64_t first = desk.lows[row] > from ? desk.lows[row] - from : 0;
+      const int64_t last = desk.highs[row] < end ? desk.highs[row] - from : TILE;
+      if (first >= last) continue;
+      rows.low = first < rows.low ? first : rows.low;
+      rows.high = last > rows.high ? last : rows.high;
     }
-    desk.best[row] = LOWEST, desk.total[row] = 0.0f;
-    const float* from = t.q + (query * t.heads + head * group + row % group) * t.dim;
-    for (int64_t d = 0; d < t.dim; ++d) desk.q[row * t.dim + d] = from[d] * t.scale;
+    if (rows.low >= rows.high) continue;
+    multiply(t.kind, desk, rows, t.dim, nullptr);
+    State now;
+    __builtin_memset(&now, 0, sizeof now);
+    for (int i = 0; i < rows.count; ++i) soften(t, desk, rows, from, i, now);
+    join(now, desk.best + rows.row, desk.total + rows.row, rows.count, desk.fades + 2 * rows.row);
+    multiply(t.kind, desk, rows, t.dim, desk.sums);
   }
-  __builtin_memset(desk.sums, 0, static_cast<uint64_t>(rows * padded) * sizeof(float));
-  for (int64_t from = low / TILE * TILE; from < high; from += TILE) {
-    gather(t, desk, unit[2], token, head, padded, from, low, high);
-    each_tile(desk, t.dim, true, rows);
-    for (int64_t row = 0; row < rows; ++row) soften(t, desk, padded, from, row);
-    each_tile(desk, padded, false, rows);
+}
+
+// What the tokens of a unit see: [low, high); no key has an empty unit.
+void span(const Task& t, const int64_t* unit, int64_t& low, int64_t& high) {
+  low = INT64_MAX, high = 0;
+  for (int64_t query = unit[0]; query < unit[0] + unit[1]; ++query) {
+    const int64_t prefix = t.prefix[query], window = t.window > 0 ? prefix - t.window : 0;
+    const int64_t first = window > t.first ? window : t.first;
+    if (first >= prefix) continue;
+    low = first < low ? first : low;
+    high = prefix > high ? prefix : high;
   }
-  for (int64_t row = 0; row < rows; ++row) {
-    float* to = t.out + ((token + row / group) * t.heads + head * group + row % group) * t.dim;
-    const float total = desk.total[row] > 1e-30f ? desk.total[row] : (desk.total[row] != desk.total[row] ? desk.total[row] : 1e-30f);
-    for (int64_t d = 0; d < t.dim; ++d) to[d] = desk.sums[row * padded + d] / total;
+  if (low >= high) low = high = 0;
+}
+
+void clear(Desk& desk, float* sums, float* best, float* total) {
+  desk.sums = sums, desk.best = best, desk.total = total;
+  __builtin_memset(sums, 0, static_cast<uint64_t>(desk.rows * desk.padded) * sizeof(float));
+  for (int64_t row = 0; row < desk.rows; ++row) best[row] = LOWEST, total[row] = 0.0f;
+}
+
+// Memory of the thread, the queries by the head's scale, and an empty state.
+Desk prepare(const Task& t, const int64_t* unit, int64_t head, int thread) {
+  Desk desk;
+  desk.token = unit[0], desk.row = unit[2], desk.head = head, desk.group = t.heads / t.kv_heads;
+  desk.rows = unit[1] * desk.group, desk.padded = (t.dim + LANES - 1) / LANES * LANES;
+  desk.copy_bytes = STRIP * (t.dim + desk.padded) * WIDTHS[t.kind] + 2 * STRIP * static_cast<int64_t>(sizeof(float));
+  const int64_t floats = desk.rows * (t.dim + TILE + desk.padded + 4 + 4);
+  const int64_t bytes = STRIPS * desk.copy_bytes + floats * static_cast<int64_t>(sizeof(float));
+  desk.lows = static_cast<int64_t*>(llmx_pool::scratch(thread, bytes));
+  desk.highs = desk.lows + desk.rows;
+  desk.q = reinterpret_cast<float*>(desk.highs + desk.rows);
+  desk.weights = desk.q + desk.rows * t.dim;
+  float* sums = desk.weights + desk.rows * TILE;
+  float* best = sums + desk.rows * desk.padded;
+  desk.fades = best + 2 * desk.rows;
+  desk.copies = reinterpret_cast<uint8_t*>(desk.fades + 2 * desk.rows);
+  span(t, unit, desk.low, desk.high);
+  const int64_t blocks = (desk.rows + MOST_ROWS - 1) / MOST_ROWS;
+  for (int64_t block = 0; block < blocks; ++block) {
+    const int64_t begin = desk.rows * block / blocks, end = desk.rows * (block + 1) / blocks;
+    for (int64_t row = begin; row < end; ++row) {
+      const int64_t query = unit[0] + row / desk.group, prefix = t.prefix[query];
+      desk.highs[row] = prefix;
+      desk.lows[row] = t.window > 0 && prefix - t.window > t.first ? prefix - t.window : t.first;
+      const float* from = t.q + (query * t.heads + head * desk.group + row % desk.group) * t.dim;
+      float* to = desk.q + begin * t.dim + (row - begin);
+      for (int64_t d = 0; d < t.dim; ++d) to[d * (end - begin)] = from[d] * t.scale;
+    }
   }
+  clear(desk, sums, best, best + desk.rows);
+  return desk;
+}
+
+void finish(const Task& t, const Desk& desk) {
+  for (int64_t row = 0; row < desk.rows; ++row) {
+    const int64_t at = (desk.token + row / desk.group) * t.heads + desk.head * desk.group + row % desk.group;
+    float best = desk.best[row], total = desk.total[row], fades[2] = {1.0f, 1.0f};
+    if (t.sinks != nullptr) {  // as a key with this score and a value of zeros
+      State sink;
+      __builtin_memset(&sink, 0, sizeof sink);
+      sink.best[0] = t.sinks[at % t.heads], sink.total[0] = 1.0f;
+      join(sink, &best, &total, 1, fades);
+    }
+    const float least = total > 1e-30f || total != total ? total : 1e-30f;
+    const float* sums = desk.sums + row * desk.padded;
+    float* to = t.out + at * t.dim;
+    for (int64_t d = 0; d < t.dim; ++d) to[d] = sums[d] * fades[0] / least;
+  }
+}
+
+void attend(void* context, int64_t number, int thread) {
+  const Task& t = *static_cast<const Task*>(context);
+  const int64_t* unit = t.units + 3 * (t.count - 1 - number / t.kv_heads);  // the last of a prompt see most keys
+  if (unit[1] == 0) return;
+  Desk desk = prepare(t, unit, number % t.kv_heads, thread);
+  for (int64_t from = desk.low / TILE * TILE; from < desk.high; from += TILE) take_tile(t, desk, from);
+  finish(t, desk);
+}
+
+// Work in pieces: the tiles of a unit and key head, `each` at a time. What each tile gives is kept; the last piece of
+// a unit and key head to be done merges it.
+struct Split {
+  Task task;
+  int64_t each, *pieces, *parts;  // per unit: pieces, and floats of parts, of a key head
+  int32_t* left;                  // per unit and key head: pieces that are not done
+  float* memory;
+};
+
+void attend_piece(void* context, int64_t number, int thread) {
+  const Split& s = *static_cast<const Split*>(context);
+  const Task& t = s.task;
+  int64_t index = 0, before = 0;
+  for (; number >= s.pieces[index] * t.kv_heads; ++index)
+    number -= s.pieces[index] * t.kv_heads, before += s.parts[index] * t.kv_heads;
+  const int64_t head = number / s.pieces[index], piece = number % s.pieces[index];
+  Desk desk = prepare(t, t.units + 3 * index, head, thread);
+  float *sums = desk.sums, *best = desk.best, *total = desk.total;
+  float* parts = s.memory + before + head * s.parts[index];
+  const int64_t tiles = (desk.high + TILE - 1) / TILE - desk.low / TILE, part = desk.rows * (desk.padded + 2);
+  for (int64_t tile = piece * s.each; tile < tiles && tile < (piece + 1) * s.each; ++tile) {
+    float* mine = parts + tile * part;
+    clear(desk, mine, mine + desk.rows * desk.padded, mine + desk.rows * (desk.padded + 1));
+    take_tile(t, desk, (desk.low / TILE + tile) * TILE);
+  }
+  if (__atomic_sub_fetch(s.left + index * t.kv_heads + head, 1, __ATOMIC_ACQ_REL) != 0) return;
+  clear(desk, sums, best, total);
+  for (int64_t tile = 0; tile < tiles; ++tile)
+    for (int64_t row = 0; row < desk.rows; ++row) {
+      const float* mine = parts + tile * part;
+      State now;
+      __builtin_memset(&now, 0, sizeof now);
+      now.best[0] = mine[desk.rows * desk.padded + row], now.total[0] = mine[desk.rows * (desk.padded + 1) + row];
+      float fades[2];
+      join(now, best + row, total + row, 1, fades);
+      for (int64_t d = row * desk.padded; d < (row + 1) * desk.padded; d += LANES)
+        store(sums + d, fma(load(sums + d), all(fades[0]), mul(load(mine + d), all(fades[1]))));
+    }
+  finish(t, desk);
+}
+
+// True where it was done in pieces: few units, and more than one tile to share.
+bool attend_split(const Task& t, int32_t threads) {
+  int64_t busy = 0, tiles = 0, floats = 0, pieces = 0;
+  for (int64_t u = 0; u < t.count; ++u) busy += t.units[3 * u + 1] > 0;
+  if (threads < 2 || busy * t.kv_heads >= 4 * threads) return false;
+  const uint64_t bytes = static_cast<uint64_t>(t.count) * (16 + static_cast<uint64_t>(t.kv_heads) * 4);
+  const int64_t padded = (t.dim + LANES - 1) / LANES * LANES, group = t.heads / t.kv_heads;
+  Split s{t, 1, static_cast<int64_t*>(__builtin_malloc(bytes)), nullptr, nullptr, nullptr};
+  if (s.pieces == nullptr) return false;
+  s.parts = s.pieces + t.count, s.left = reinterpret_cast<int32_t*>(s.parts + t.count);
+  for (int64_t u = 0; u < t.count; ++u) {
+    int64_t low = 0, high = 0;
+    span(t, t.units + 3 * u, low, high);
+    s.pieces[u] = (high + TILE - 1) / TILE - low / TILE;
+    s.parts[u] = s.pieces[u] * t.units[3 * u + 1] * group * (padded + 2);
+    tiles += s.pieces[u] * t.kv_heads, floats += s.parts[u] * t.kv_heads;
+  }
+  if (tiles > busy * t.kv_heads && floats <= MOST_PARTS)
+    s.memory = static_cast<float*>(__builtin_malloc(static_cast<uint64_t>(floats) * sizeof(float)));
+  if (s.memory != nullptr) {
+    s.each = (tiles + 4 * threads - 1) / (4 * threads);
+    for (int64_t u = 0; u < t.count; ++u) {
+      const int64_t some = (s.pieces[u] + s.each - 1) / s.each;
+      s.pieces[u] = t.units[3 * u + 1] > 0 && some == 0 ? 1 : some;  // a unit that sees nothing gives zeros
+      pieces += s.pieces[u] * t.kv_heads;
+      for (int64_t head = 0; head < t.kv_heads; ++head)
+        s.left[u * t.kv_heads + head] = static_cast<int32_t>(s.pieces[u]);
+    }
+    llmx_pool::each(attend_piece, &s, pieces, threads);
+  }
+  const bool done = s.memory != nullptr;
+  __builtin_free(s.memory);
+  __builtin_free(s.pieces);
+  return done;
 }
 
 }  // namespace
 
-void attention(float* out, const float* q, const uint8_t* keys, const uint8_t* values, int64_t heads, int64_t kv_heads,
-               int64_t dim, int64_t slots, int32_t kind, const int64_t* units, int64_t count, const int64_t* prefix,
-               const int64_t* table, int64_t width, int64_t size, const int64_t* base, const int64_t* paths,
-               int64_t depth, float scale, float cap, int64_t window, int64_t first, int32_t threads) {
-  Task task{out,  q,      keys,  values, heads, kv_heads, dim,   slots, kind, units,  prefix,
-            table, base, paths, width,  size,  depth,    scale, cap,   window, first};
-  llmx_pool::each(attend, &task, count * kv_heads, threads);
+void attention(float* out, const float* q, const uint8_t* keys, const uint8_t* values, const uint8_t* scales,
+               int64_t heads, int64_t kv_heads, int64_t dim, int64_t block_bytes, int64_t head_bytes, int32_t kind,
+               const int64_t* units, int64_t count, const int64_t* prefix, const int64_t* table, int64_t width,
+               int64_t size, const int64_t* base, const int64_t* paths, int64_t depth, const float* sinks, float scale,
+               float cap, int64_t window, int64_t first, int32_t threads) {
+  Task task{out,   q,     keys,   values, scales, heads, kv_heads, dim,   block_bytes, head_bytes, kind,  units, count,
+            prefix, table, base, paths,  width,  size,  depth,    sinks, scale,       cap,        window, first};
+  if (!attend_split(task, threads)) llmx_pool::each(attend, &task, count * kv_heads, threads);
 }
 
 }  // namespace LLMX_ISA

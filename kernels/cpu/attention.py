@@ -12,8 +12,8 @@ from torch import Tensor
 from llmx.kernels.cpu import native
 from llmx.kernels.cpu.convert import narrowed, wide
 
-TOGETHER = 16  # queries of a row that share what is gathered of its keys
-POOLS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+TOGETHER = 16  # queries of a row that are one task for each key head
+POOLS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3}
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,23 @@ def _units(batch: Any) -> np.ndarray:
     return np.array(units, np.int64)
 
 
+def strides(keys: Tensor, values: Tensor, scales: Tensor | None) -> tuple[int, int]:
+    """Bytes from one block to the next and from one head to the next, in pools as llmx.cache.pools.new_pools makes
+    them on the CPU."""
+    head, block = keys.stride()[:2]
+    size, dim, width = keys.shape[2], keys.shape[3], keys.element_size()
+    _check(keys, (head, block, 1, size))
+    _check(values, (head, block, dim, 1))
+    if scales is not None:
+        _check(scales, (head * width // 4, block * width // 4, 1, size))
+    return block * width, head * width
+
+
+def _check(pool: Tensor, wanted: tuple[int, ...]) -> None:
+    found = zip(pool.shape, pool.stride(), wanted, strict=True)
+    assert all(count == 1 or step == steps for count, step, steps in found), "pools lie as new_pools makes them"
+
+
 def attention(
     q: Tensor,
     keys: Tensor,
@@ -69,11 +86,14 @@ def attention(
     window: int | None = None,
     first: int = 0,
     cap: float = 0.0,
+    sinks: Tensor | None = None,
+    scales: Tensor | None = None,
 ) -> Tensor:
-    """q (tokens, heads, head_dim); keys, values (kv_heads, blocks, size, head_dim) -> q's shape and dtype."""
+    """q (tokens, heads, head_dim); keys, values, scales as new_pools makes them; sinks (heads,) f32 -> q's shape and
+    dtype."""
     library = native()
     assert library is not None, "the table offers this only where the library is built"
-    kv_heads, blocks, size, dim = keys.shape
+    block_bytes, head_bytes = strides(keys, values, scales)
     wide_q = wide(q)
     out = torch.empty_like(wide_q)
     library.attention(
@@ -81,10 +101,12 @@ def attention(
         wide_q.data_ptr(),
         keys.data_ptr(),
         values.data_ptr(),
+        0 if scales is None else scales.data_ptr(),
         q.shape[1],
-        kv_heads,
-        dim,
-        blocks * size,
+        len(keys),
+        keys.shape[3],
+        block_bytes,
+        head_bytes,
         POOLS[keys.dtype],
         plan.units.data_ptr(),
         len(plan.units),
@@ -95,6 +117,7 @@ def attention(
         plan.base.data_ptr(),
         0 if plan.paths is None else plan.paths.data_ptr(),
         0 if plan.paths is None else plan.paths.shape[1],
+        0 if sinks is None else sinks.data_ptr(),
         scale,
         cap,
         window or 0,

@@ -18,17 +18,18 @@
   OP(isa, pack_blocks, (uint8_t* packed, int64_t block_bytes, const uint8_t* rows, int64_t row_bytes,     \
                         int64_t outputs, int64_t inputs, int32_t kind, int32_t layout, int32_t threads)) \
   OP(isa, attention, (float* out, const float* q, const uint8_t* keys, const uint8_t* values,            \
-                      int64_t heads, int64_t kv_heads, int64_t dim, int64_t slots, int32_t kind,         \
-                      const int64_t* units, int64_t count, const int64_t* prefix, const int64_t* table,  \
-                      int64_t width, int64_t size, const int64_t* base, const int64_t* paths,            \
-                      int64_t depth, float scale, float cap, int64_t window, int64_t first,              \
+                      const uint8_t* scales, int64_t heads, int64_t kv_heads, int64_t dim,               \
+                      int64_t block_bytes, int64_t head_bytes, int32_t kind, const int64_t* units,       \
+                      int64_t count, const int64_t* prefix, const int64_t* table, int64_t width,         \
+                      int64_t size, const int64_t* base, const int64_t* paths, int64_t depth,            \
+                      const float* sinks, float scale, float cap, int64_t window, int64_t first,         \
                       int32_t threads))                                                                  \
   OP(isa, rms_norm, (float* out, float* total, const float* x, const float* residual,                    \
                      const float* weight, int64_t rows, int64_t hidden, float eps, int32_t threads))     \
   OP(isa, rope_and_write, (float* q, const float* qkv, int64_t rows, uint8_t* keys, uint8_t* values,     \
-                           int64_t heads, int64_t kv_heads, int64_t dim, int64_t half, int64_t slots,    \
-                           int32_t kind, const int64_t* slot, const float* cos, const float* sin,        \
-                           int32_t threads))                                                             \
+                           uint8_t* scales, int64_t heads, int64_t kv_heads, int64_t dim, int64_t half,  \
+                           int64_t size, int64_t block_bytes, int64_t head_bytes, int32_t kind,          \
+                           const int64_t* slot, const float* cos, const float* sin, int32_t threads))    \
   OP(isa, draw, (int64_t* tokens, float* own, float* values, int64_t* top, int64_t most,                 \
                  const float* logits, int64_t stride, int64_t rows, int64_t vocab, const uint8_t* rules, \
                  const int64_t* index, const int64_t* positions, const int64_t* path, int64_t width,     \

@@ -8,6 +8,7 @@ namespace LLMX_ISA {
 namespace {
 
 constexpr int LANES = 16;
+constexpr int WIDEST_HEAD = 1024;
 constexpr int64_t SOME = 16 * 1024;  // numbers that are worth a task of their own
 
 struct Rows {
@@ -171,28 +172,72 @@ void narrow_piece(void* context, int64_t piece) {
 struct Rope {
   float* q;
   const float* qkv;
-  uint8_t *keys, *values;
-  int64_t heads, kv_heads, dim, half, slots;
-  int32_t kind;
+  uint8_t *keys, *values, *scales;
+  int64_t heads, kv_heads, dim, half, size, block_bytes, head_bytes;
+  int32_t kind;  // of the pools: 0 float32, 2 bfloat16, 3 int8
   const int64_t* slot;
   const float *cos, *sin;
 };
 
-LLMX_INLINE void put(uint8_t* pool, int64_t at, const float* numbers, int64_t count, int32_t kind) {
+// Numbers as a pool stores them, bytes that begin at `to`.
+LLMX_INLINE void convert(uint8_t* to, const float* numbers, int64_t count, int32_t kind) {
   runs(count, [&](int64_t i, int some) __attribute__((always_inline)) {
     const F x = load_some(numbers + i, some);
-    if (kind == 0) return store_some(reinterpret_cast<float*>(pool) + at + i, x, some);
+    if (kind == 0) return store_some(reinterpret_cast<float*>(to) + i, x, some);
     uint16_t lanes[LANES];
     store_bfloat(lanes, x);
-    __builtin_memcpy(pool + 2 * (at + i), lanes, static_cast<uint64_t>(some) * 2);
+    __builtin_memcpy(to + 2 * i, lanes, static_cast<uint64_t>(some) * 2);
   });
+}
+
+// Codes of 8 bits: a number is its code times the scale that is returned, which is none where a number is none.
+LLMX_INLINE float quantize(uint8_t* to, const float* numbers, int64_t count) {
+  F largest = zero(), none = zero();
+  runs(count, [&](int64_t i, int some) __attribute__((always_inline)) {
+    const F x = load_some(numbers + i, some);
+    largest = most(most(x, sub(zero(), x)), largest);
+    none = fma(x, zero(), none);
+  });
+  const float amax = most_of(largest), inverse = amax > 0.0f ? 127.0f / amax : 0.0f;
+  runs(count, [&](int64_t i, int some) __attribute__((always_inline)) {
+    float lanes[LANES];
+    const F code = nearest(mul(load_some(numbers + i, some), all(inverse)));
+    store(lanes, least(all(127.0f), most(code, all(-127.0f))));
+    for (int k = 0; k < some; ++k) to[i + k] = static_cast<uint8_t>(static_cast<int8_t>(lanes[k]));
+  });
+  return amax / 127.0f + sum_of(none);
+}
+
+// A head's numbers into a block: keys (`step` is the block's size) lie a dimension after the other, values together.
+template <class T>
+LLMX_INLINE void spread(uint8_t* to, const uint8_t* numbers, int64_t count, int64_t step) {
+  for (int64_t i = 0; i < count; ++i)
+    __builtin_memcpy(to + i * step * static_cast<int64_t>(sizeof(T)), numbers + i * static_cast<int64_t>(sizeof(T)),
+                     sizeof(T));
+}
+
+LLMX_INLINE void put_key(const Rope& r, int64_t at, int64_t place, const float* numbers) {
+  uint8_t some[4 * WIDEST_HEAD];
+  if (r.kind == 3) {
+    reinterpret_cast<float*>(r.scales + at)[place] = quantize(some, numbers, r.dim);
+    return spread<uint8_t>(r.keys + at + place, some, r.dim, r.size);
+  }
+  convert(some, numbers, r.dim, r.kind);
+  if (r.kind == 0) return spread<float>(r.keys + at + 4 * place, some, r.dim, r.size);
+  spread<uint16_t>(r.keys + at + 2 * place, some, r.dim, r.size);
+}
+
+LLMX_INLINE void put_value(const Rope& r, int64_t at, int64_t place, const float* numbers) {
+  if (r.kind != 3) return convert(r.values + at + place * r.dim * (r.kind == 0 ? 4 : 2), numbers, r.dim, r.kind);
+  reinterpret_cast<float*>(r.scales + at)[r.size + place] = quantize(r.values + at + place * r.dim, numbers, r.dim);
 }
 
 void rope_row(void* context, int64_t row) {
   const Rope& r = *static_cast<const Rope*>(context);
   const float* from = r.qkv + row * (r.heads + 2 * r.kv_heads) * r.dim;
   const float *cos = r.cos + row * r.half, *sin = r.sin + row * r.half;
-  float turned[1024];
+  const int64_t block = r.slot[row] / r.size * r.block_bytes, place = r.slot[row] % r.size;
+  float turned[WIDEST_HEAD];
   for (int64_t head = 0; head < r.heads + r.kv_heads; ++head, from += r.dim) {
     float* to = head < r.heads ? r.q + (row * r.heads + head) * r.dim : turned;
     runs(r.half, [&](int64_t i, int count) __attribute__((always_inline)) {
@@ -202,10 +247,10 @@ void rope_row(void* context, int64_t row) {
       store_some(to + r.half + i, add(mul(b, c), mul(a, s)), count);
     });
     __builtin_memcpy(to + 2 * r.half, from + 2 * r.half, static_cast<uint64_t>(r.dim - 2 * r.half) * sizeof(float));
-    if (head >= r.heads) put(r.keys, ((head - r.heads) * r.slots + r.slot[row]) * r.dim, turned, r.dim, r.kind);
+    if (head >= r.heads) put_key(r, block + (head - r.heads) * r.head_bytes, place, turned);
   }
   for (int64_t head = 0; head < r.kv_heads; ++head, from += r.dim)
-    put(r.values, (head * r.slots + r.slot[row]) * r.dim, from, r.dim, r.kind);
+    put_value(r, block + head * r.head_bytes, place, from);
 }
 
 struct Gate {
@@ -252,10 +297,12 @@ void rms_norm(float* out, float* total, const float* x, const float* residual, c
   each_row(norm_row, &n, rows, hidden, threads);
 }
 
-void rope_and_write(float* q, const float* qkv, int64_t rows, uint8_t* keys, uint8_t* values, int64_t heads,
-                    int64_t kv_heads, int64_t dim, int64_t half, int64_t slots, int32_t kind, const int64_t* slot,
-                    const float* cos, const float* sin, int32_t threads) {
-  Rope r{q, qkv, keys, values, heads, kv_heads, dim, half, slots, kind, slot, cos, sin};
+void rope_and_write(float* q, const float* qkv, int64_t rows, uint8_t* keys, uint8_t* values, uint8_t* scales,
+                    int64_t heads, int64_t kv_heads, int64_t dim, int64_t half, int64_t size, int64_t block_bytes,
+                    int64_t head_bytes, int32_t kind, const int64_t* slot, const float* cos, const float* sin,
+                    int32_t threads) {
+  Rope r{q,    qkv,  keys, values,      scales,     heads, kv_heads, dim,
+         half, size, block_bytes, head_bytes, kind,  slot,  cos,      sin};
   each_row(rope_row, &r, rows, (heads + 2 * kv_heads) * dim, threads);
 }
 

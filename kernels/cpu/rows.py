@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from llmx.kernels.cpu import native
-from llmx.kernels.cpu.attention import POOLS
+from llmx.kernels.cpu.attention import POOLS, strides
 from llmx.kernels.cpu.convert import narrowed, wide
 from llmx.kernels.reference import rope
 
@@ -56,14 +56,16 @@ def rope_and_write(
     slots: Tensor,
     cos: Tensor | None,
     sin: Tensor | None,
+    scales: Tensor | None = None,
 ) -> Tensor:
     """Rotate q and k (not where cos and sin are None), store k and v, return q, (rows, heads, head_dim)."""
     library = native()
     assert library is not None, "the table offers this only where the library is built"
-    kv_heads, blocks, size, dim = keys.shape
+    kv_heads, _, size, dim = keys.shape
     plain = qkv.dtype == torch.float32 or qkv.dtype == keys.dtype  # else keys are rounded twice
     if not plain or keys.dtype == torch.float16 or dim > WIDEST_HEAD:
-        return rope.rope_and_write(qkv, heads, keys, values, slots, cos, sin)
+        return rope.rope_and_write(qkv, heads, keys, values, slots, cos, sin, scales)
+    block_bytes, head_bytes = strides(keys, values, scales)
     rows, x, slots = len(qkv), wide(qkv), slots.contiguous()
     q = torch.empty(rows, heads, dim)
     half = 0
@@ -75,11 +77,14 @@ def rope_and_write(
         rows,
         keys.data_ptr(),
         values.data_ptr(),
+        0 if scales is None else scales.data_ptr(),
         heads,
         kv_heads,
         dim,
         half,
-        blocks * size,
+        size,
+        block_bytes,
+        head_bytes,
         POOLS[keys.dtype],
         slots.data_ptr(),
         0 if cos is None else cos.data_ptr(),

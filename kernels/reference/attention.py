@@ -112,15 +112,19 @@ def attention(
     window: int | None = None,
     first: int = 0,
     cap: float = 0.0,
+    sinks: Tensor | None = None,
+    scales: Tensor | None = None,
 ) -> Tensor:
     """q (tokens, heads, head_dim); keys, values (kv_heads, blocks, size, head_dim) -> q's shape and dtype.
 
     A query at position p sees keys j with first <= j <= p and, with a window w, j > p - w. Computed in f32. A query
     that sees nothing gives zeros. cap: scores become cap * tanh(score / cap) (Gemma 2); 0: they don't.
+    sinks (heads,) f32: a score that each head always sees, of no value (gpt-oss). scales (kv_heads, blocks, size, 2)
+    f32: of int8 keys and values.
     """
     out = torch.empty_like(q)
     for bucket in plan:
-        found = _attend(q, keys, values, bucket, scale, window, first, cap)  # (U, C, heads, head_dim)
+        found = _attend(q, keys, values, bucket, scale, window, first, cap, sinks, scales)  # (U, C, heads, head_dim)
         out.index_copy_(0, bucket.tokens, found.flatten(0, 1)[bucket.write].to(q.dtype))
     return out
 
@@ -134,6 +138,8 @@ def _attend(
     window: int | None,
     first: int,
     cap: float,
+    sinks: Tensor | None,
+    scales: Tensor | None,
 ) -> Tensor:
     width, heads, kv_heads = bucket.queries.shape[1], q.shape[1], keys.shape[0]
     group = heads // kv_heads
@@ -153,6 +159,9 @@ def _attend(
         # No query of the unit sees it: it may hold anything, also what another request overflowed to.
         nobody = ~see.any(1)[None, :, :, None]
         k, v = (_gather(pool, bucket, live, tile) for pool in (keys, values))
+        if scales is not None:
+            factors = _gather(scales, bucket, live, tile)
+            k, v = k * factors[..., :1], v * factors[..., 1:]
         scores = torch.bmm(query[:, :live].flatten(0, 1), k.flatten(0, 1).transpose(1, 2)).unflatten(
             0, (kv_heads, live)
         )
@@ -167,15 +176,22 @@ def _attend(
         v = v.masked_fill_(nobody, 0)
         part = torch.bmm(weights.flatten(0, 1), v.flatten(0, 1)).unflatten(0, (kv_heads, live))
         acc[:, :live] = acc[:, :live] * fade + part
+    if sinks is not None:
+        sink = sinks.view(kv_heads, 1, 1, group).expand(-1, -1, width, -1).flatten(2)
+        sink = torch.nn.functional.pad(sink, (0, padding)).unsqueeze(-1)
+        highest = torch.maximum(best, sink)
+        fade = torch.exp(best - highest)
+        total, acc = total * fade + torch.exp(sink - highest), acc * fade
     found = (acc / total.clamp(min=1e-30))[:, :, : width * group].unflatten(2, (width, group))
     stacked: Tensor = found.permute(1, 2, 0, 3, 4).flatten(2, 3)
     return stacked
 
 
 def _gather(pool: Tensor, bucket: Bucket, live: int, tile: int) -> Tensor:
-    """(kv_heads, live, KEY_TILE, head_dim) f32: each unit's tile number `tile` of those it looks at."""
-    kv_heads, head_dim, per_tile = pool.shape[0], pool.shape[-1], KEY_TILE // bucket.entry
+    """(kv_heads, live, KEY_TILE, what a slot holds) f32: each unit's tile number `tile` of those it looks at."""
+    kv_heads, _, size, held = pool.shape
+    per_tile = KEY_TILE // bucket.entry
     at = (bucket.first[:live, None] + tile) * per_tile + torch.arange(per_tile, device=pool.device)
     entries = bucket.index[:live].gather(1, at).flatten()
-    found = pool.view(kv_heads, -1, bucket.entry * head_dim).index_select(1, entries)
-    return found.view(kv_heads, live, KEY_TILE, head_dim).float()
+    found = pool[:, entries] if bucket.entry == size else pool[:, entries // size, entries % size]
+    return found.reshape(kv_heads, live, KEY_TILE, held).float()

@@ -21,18 +21,34 @@ def rope_and_write(
     slots: Tensor,
     cos: Tensor | None,
     sin: Tensor | None,
+    scales: Tensor | None = None,
 ) -> Tensor:
     """Rotate q and k (not where cos and sin are None), store k and v, return q.
 
     qkv (rows, (heads + 2 * kv_heads) * head_dim); keys, values (kv_heads, blocks, size, head_dim); slots (rows,)
-    physical;
+    physical; scales (kv_heads, blocks, size, 2) f32, of keys and of values, where these are int8;
     -> q (rows, heads, head_dim) in qkv's dtype.
     """
-    kv_heads, head_dim = keys.shape[0], keys.shape[-1]
+    kv_heads, _, size, head_dim = keys.shape
     q: Tensor
     q, k, v = qkv.unflatten(-1, (-1, head_dim)).split([heads, kv_heads, kv_heads], 1)
     if cos is not None and sin is not None:
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-    for pool, new in ((keys, k), (values, v)):
-        pool.view(kv_heads, -1, head_dim).index_copy_(1, slots, new.transpose(0, 1).to(pool.dtype))
+    block, place = slots // size, slots % size
+    for i, (pool, new) in enumerate(((keys, k), (values, v))):
+        new = new.transpose(0, 1)
+        if scales is not None:
+            new, factors = quantize(new.float())
+            scales[:, block, place, i] = factors
+        pool[:, block, place] = new.to(pool.dtype)
     return q
+
+
+def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x (..., n) f32 -> int8 codes and scales (...,): x is about code * scale. Symmetric, to the nearest, ties to even.
+    Where a number of x is none, the scale is none."""
+    amax = x.abs().amax(-1)
+    scales = torch.where(amax.isfinite(), amax / 127, torch.nan)
+    inverse = torch.where(amax > 0, 127 / amax, 0.0)
+    codes = (x * inverse[..., None]).nan_to_num(0.0).round().clamp(-127, 127)
+    return codes.to(torch.int8), scales

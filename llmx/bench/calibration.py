@@ -122,7 +122,7 @@ def calibrate(anatomy: Anatomy, load: Load) -> tuple[Rates, float]:
     a = anatomy.layers[0].attention
     moved = row_bytes(anatomy.layers[0], anatomy, Layout(), this_machine(0, _NOTHING, 4))
     work = 2.0 * a.score * a.heads * pairs(a, prompt, prompt)
-    kept = batch * context * a.elements() * load.kv_bytes
+    kept = batch * context * a.kept(load.kv_bytes, load.kv_scales)
     rates = Rates(
         bandwidth=small,
         head_bandwidth=wide,

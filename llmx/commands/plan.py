@@ -94,7 +94,7 @@ def _load(
 ) -> Load:
     """What is asked for, and what follows for the rest."""
     from llmx.planning.sizes import Load
-    from llmx.planning.storage import kv_bytes
+    from llmx.planning.storage import KV_SCALES, kv_bytes
 
     context = context or min(CONTEXT, anatomy.max_position)
     if input_len is None:
@@ -104,7 +104,8 @@ def _load(
     if kv_dtype == "auto":  # as the engine: GGUF names no dtype
         plain = "float32" if hardware == "cpu" else "bfloat16"
         kv_dtype = anatomy.dtype if anatomy.layers[0].matrices[0].storage is None else plain
-    return Load(context, concurrency, input_len, output_len, kv_bytes(kv_dtype))
+    scales = KV_SCALES if kv_dtype.lower() == "int8" else 0
+    return Load(context, concurrency, input_len, output_len, kv_bytes(kv_dtype), scales)
 
 
 def _hardware(anatomy: Anatomy, name: str, load: Load, threads: int | None) -> Hardware:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from llmx.kernels.reference.rope import quantize
 from llmx.layers.decoder import Block, Decoder
 
 TINIEST = 1e-30  # a row of zeros is as wrong as it is large
@@ -210,20 +211,38 @@ def _around(to: Recorder | Follower, inner: Callable[..., Any], place: Place, co
 def _rope(to: Recorder | Follower, inner: Callable[..., Tensor], place: Place) -> Callable[..., Tensor]:
     """The turned queries, and the keys and values as they are in the cache after the write."""
 
-    def call(qkv: Tensor, heads: int, keys: Tensor, values: Tensor, slots: Tensor, *turn: Any) -> Tensor:
-        pools = [pool.view(pool.shape[0], -1, pool.shape[-1]) for pool in (keys, values)]
+    def call(
+        qkv: Tensor,
+        heads: int,
+        keys: Tensor,
+        values: Tensor,
+        slots: Tensor,
+        cos: Tensor | None,
+        sin: Tensor | None,
+        scales: Tensor | None,
+    ) -> Tensor:
+        at = (slice(None), slots // keys.shape[2], slots % keys.shape[2])  # heads first
 
         def run(given: Tensor) -> tuple[Tensor, ...]:
-            q = inner(given, heads, keys, values, slots, *turn)
-            return q, *(pool.index_select(1, slots).transpose(0, 1) for pool in pools)
+            q = inner(given, heads, keys, values, slots, cos, sin, scales)
+            written = [pool[at] for pool in (keys, values)]
+            if scales is not None:
+                written = [codes * scales[at][..., i, None] for i, codes in enumerate(written)]
+            return q, *(pool.transpose(0, 1) for pool in written)
 
         q, *written = to.take(place, (qkv,), run)
         if isinstance(to, Follower) and to.forced:
-            for pool, new in zip(pools, written, strict=True):
-                pool.index_copy_(1, slots, new.transpose(0, 1).contiguous())
+            for i, (pool, new) in enumerate(zip((keys, values), written, strict=True)):
+                pool[at], factors = _stored(new.transpose(0, 1), pool.dtype)
+                if scales is not None:
+                    scales[(*at, i)] = factors
         return q
 
     return call
+
+
+def _stored(new: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    return quantize(new.float()) if dtype == torch.int8 else (new.to(dtype), None)
 
 
 def _attend(to: Recorder | Follower, inner: Callable[..., Tensor], place: Place) -> Callable[..., Tensor]:

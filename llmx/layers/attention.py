@@ -66,12 +66,14 @@ class Attention:
     def __call__(self, x: Tensor, step: Forward) -> Tensor:
         """(rows, hidden) -> (rows, hidden)"""
         cache, spec = step.cache, step.cache.specs[self.index]
-        keys, values = cache.keys[self.index], cache.values[self.index]
+        keys, values, scales = cache.keys[self.index], cache.values[self.index], cache.scales[self.index]
         slots = step.batch.slots[cache.group[self.index]]
         cos, sin = step.turns[self.rope] if self.rope is not None else (None, None)
-        q = self._write(self._normed(self.qkv(x), spec.head_dim), self.heads, keys, values, slots, cos, sin)
+        q = self._write(self._normed(self.qkv(x), spec.head_dim), self.heads, keys, values, slots, cos, sin, scales)
         plan = step.plan(self._plan, self.index)
-        seen = self._attend(q, keys, values, plan, self.scale, window=spec.window, first=spec.first, cap=self.cap)
+        seen = self._attend(
+            q, keys, values, plan, self.scale, window=spec.window, first=spec.first, cap=self.cap, scales=scales
+        )
         return self.group.sum(self.out(seen.flatten(1)))
 
     def _normed(self, qkv: Tensor, head_dim: int) -> Tensor:

@@ -74,6 +74,10 @@ class Attention:
             return self.key
         return max(1, self.kv_heads // ranks) * (self.key + self.value)
 
+    def kept(self, element: int, scales: int, ranks: int = 1) -> int:
+        """Bytes of a token on one of `ranks`. element: of a number. scales: beside the keys and values of a head."""
+        return self.elements(ranks) * element + max(1, self.kv_heads // ranks) * scales
+
     def reach(self, tokens: int) -> int:
         """Keys that the last of `tokens` sees."""
         return tokens if self.window is None else min(tokens, self.window)
@@ -191,13 +195,10 @@ class Anatomy:
         ends = tuple(put(matrix, 0) for matrix in self.ends)
         return replace(self, layers=layers, ends=ends, dtype=dtype, stored=quant.name)
 
-    def kv_elements(self, tokens: int, ranks: int = 1, layers: slice = slice(None)) -> int:
-        """Elements that a sequence of `tokens` keeps in these layers on one of `ranks`; windows keep their own only."""
-        return sum(a.reach(tokens) * a.elements(ranks) for a in (one.attention for one in self.layers[layers]))
-
-    def kv_per_token(self) -> int:
-        """Elements that the next token adds while every window still has room."""
-        return self.kv_elements(1)
+    def kv_kept(self, tokens: int, element: int, scales: int = 0, ranks: int = 1, layers: slice = slice(None)) -> int:
+        """Bytes that a sequence of `tokens` keeps in these layers on one of `ranks`; windows keep their own only."""
+        attentions = (one.attention for one in self.layers[layers])
+        return sum(a.reach(tokens) * a.kept(element, scales, ranks) for a in attentions)
 
 
 def vector(name: str, width: int, kind: str = "norm") -> Matrix:

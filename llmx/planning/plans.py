@@ -10,7 +10,7 @@ from llmx.planning.anatomy import Anatomy
 from llmx.planning.hardware import Hardware
 from llmx.planning.roofline import Speed, predict
 from llmx.planning.sizes import Layout, Load, Memory, layouts, memory
-from llmx.planning.storage import QUANTS
+from llmx.planning.storage import KV_SCALES, QUANTS
 
 SMALLER = ("fp8", "awq", "q4_k_m")  # schemes that are tried where a model doesn't fit, finest first
 RESERVE = 0.05  # of the memory: the engine keeps it for what is not counted (engine.build.ACTIVATION_SHARE)
@@ -98,9 +98,9 @@ def _changes(anatomy: Anatomy, hardware: Hardware, load: Load, room: int) -> Ite
             then = _least(anatomy.quantised(QUANTS[name]), hardware, load, room)
             if then.needed < now:
                 yield change(f"store the weights in {name} (--quant {name})", then)
-    for name, size in (("bfloat16", 2), ("fp8", 1)):
+    for name, size, scales in (("bfloat16", 2, 0), ("int8", 1, KV_SCALES)):
         if size < load.kv_bytes:
-            then = _least(anatomy, hardware, replace(load, kv_bytes=size), room)
+            then = _least(anatomy, hardware, replace(load, kv_bytes=size, kv_scales=scales), room)
             yield change(f"store keys and values in {name} (--kv-dtype {name})", then)
     alone = list(_fewer(anatomy, hardware, load, room, now))
     yield from alone
@@ -133,14 +133,16 @@ def _together(anatomy: Anatomy, hardware: Hardware, load: Load, room: int, now: 
     """Four-bit weights and 8-bit keys and values, with as many requests as then fit."""
     if hardware.held is not None:
         return
-    smaller, bytes_ = anatomy.quantised(QUANTS["awq"]), min(load.kv_bytes, 1)
+    smaller = anatomy.quantised(QUANTS["awq"])
+    if load.kv_bytes > 1:
+        load = replace(load, kv_bytes=1, kv_scales=KV_SCALES)
     most = _largest(
         load.concurrency,
-        lambda n: _least(smaller, hardware, replace(load, concurrency=n, kv_bytes=bytes_), room).fits,
+        lambda n: _least(smaller, hardware, replace(load, concurrency=n), room).fits,
     )
     if most:
-        then = _least(smaller, hardware, replace(load, concurrency=most, kv_bytes=bytes_), room)
-        text = f"--quant awq and --kv-dtype fp8 and --concurrency {most} together"
+        then = _least(smaller, hardware, replace(load, concurrency=most), room)
+        text = f"--quant awq and --kv-dtype int8 and --concurrency {most} together"
         yield Change(text, now - then.needed, True)
 
 

@@ -125,7 +125,7 @@ def _attention(anatomy: Anatomy, layout: Layout, hardware: Hardware, load: Load,
     for layer, where in anatomy.alike.items():
         a, count = layer.attention, len(where)
         seen = rows.context if a.window is None else min(rows.context, a.window + rows.each - 1)
-        size += count * rows.sequences * seen * a.elements(layout.tp) * load.kv_bytes
+        size += count * rows.sequences * seen * a.kept(load.kv_bytes, load.kv_scales, layout.tp)
         work += count * rows.sequences * 2.0 * a.score * a.heads / layout.tp * pairs(a, rows.each, rows.context)
     rates = hardware.rates
     if rows.each > 1:  # a prompt's keys serve many queries at once: arithmetic, and one read

@@ -39,9 +39,9 @@ def figures(plan: Plan) -> dict[str, Any]:
         | {"stored": anatomy.stored, "bytes": anatomy.weight_bytes() | {"total": sum(anatomy.weight_bytes().values())}},
         "kv": {
             "element_bytes": load.kv_bytes,
-            "bytes_per_token": anatomy.kv_per_token() * load.kv_bytes,
-            "bytes_per_sequence": anatomy.kv_elements(load.context) * load.kv_bytes,
-            "bytes": anatomy.kv_elements(load.context) * load.kv_bytes * load.concurrency,
+            "bytes_per_token": anatomy.kv_kept(1, load.kv_bytes, load.kv_scales),
+            "bytes_per_sequence": load.kept(anatomy),
+            "bytes": load.kept(anatomy) * load.concurrency,
         },
         "fits": plan.best is not None,
         "best": None if plan.best is None else _choice(plan.best) | {"terms": _terms(plan.best.speed)},
@@ -85,8 +85,8 @@ def notes(plan: Plan) -> Iterator[str]:
         yield f"llmx can't run this family yet ({anatomy.architecture}): the plan is for when it can"
     if not readable(anatomy.stored):
         yield f"llmx can't read weights stored as {anatomy.stored} yet"
-    if plan.load.kv_bytes == 1:
-        yield "llmx can't store keys and values in 8 bits yet"
+    if plan.load.kv_bytes == 1 and not plan.load.kv_scales:
+        yield "llmx can't store keys and values in fp8 yet, but in int8"
     if (best := plan.best) is not None and best.layout.devices != best.layout.tp:
         same = next((c for c in plan.choices if c.layout.devices == c.layout.tp and c.memory.fits), None)
         instead = f"; the best of TP alone is {same.layout}" if same else ""
@@ -141,8 +141,7 @@ def _facts(plan: Plan) -> Iterator[str]:
     parts = ", ".join(f"{kind} {si(size, 'B')}" for kind, size in sizes.items())
     tied = ", head tied to the embedding" if anatomy.tied else ""
     yield f"weights ({anatomy.stored}{tied}): {si(sum(sizes.values()), 'B')}: {parts}"
-    token = anatomy.kv_per_token() * load.kv_bytes
-    sequence = anatomy.kv_elements(load.context) * load.kv_bytes
+    token, sequence = anatomy.kv_kept(1, load.kv_bytes, load.kv_scales), load.kept(anatomy)
     yield (
         f"KV: {token:,} B a token, {si(sequence, 'B')} for {load.context} tokens,"
         f" {si(sequence * load.concurrency, 'B')} for {load.concurrency} such"

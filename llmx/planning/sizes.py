@@ -35,13 +35,19 @@ class Layout:
 
 @dataclass(frozen=True)
 class Load:
-    """What is asked of a model. context: most tokens of prompt and output of one request. kv_bytes: of one element."""
+    """What is asked of a model. context: most tokens of prompt and output of one request. kv_bytes: of one element.
+    kv_scales: bytes that each head of a token has beside its keys and values."""
 
     context: int
     concurrency: int
     input_len: int
     output_len: int
     kv_bytes: int
+    kv_scales: int = 0
+
+    def kept(self, anatomy: Anatomy) -> int:
+        """Bytes of keys and values of one request."""
+        return anatomy.kv_kept(self.context, self.kv_bytes, self.kv_scales)
 
     def on(self, layout: Layout) -> int:
         """Requests of one replica."""
@@ -137,7 +143,7 @@ def memory(anatomy: Anatomy, layout: Layout, hardware: Hardware, load: Load, usa
     worst = Memory(0, 0, 0, usable)
     for i, part in enumerate(stages(len(sizes), layout.pp)):
         weights = int(sum(sizes[part])) + (first if i == 0 else 0) + (last if i == layout.pp - 1 else 0)
-        kv = requests * anatomy.kv_elements(load.context, layout.tp, part) * load.kv_bytes
+        kv = requests * anatomy.kv_kept(load.context, load.kv_bytes, load.kv_scales, layout.tp, part)
         sampled = requests if i == layout.pp - 1 else 0
         active = activations(anatomy, layout, hardware, min(hardware.budget, requests * load.context), sampled)
         one = Memory(weights, kv, active, usable)

@@ -31,9 +31,16 @@ WINDOWS: dict[str, tuple[int | None, ...]] = {
     "window": (9,),
     "windows": (9, 160),
     "mixed": (9, None),
+    "native": (70, None),  # with the kernels of this machine, whose tiles are narrower than what is asked for
 }
 KINDS = [(name, dtype) for name in WINDOWS for dtype in (torch.float32, torch.bfloat16)]
+KINDS += [("mixed", torch.int8), ("native", torch.float32), ("native", torch.int8)]
 KINDS.remove(("windows", torch.bfloat16))  # that the dtype doesn't matter to groups, the others show
+
+
+def computed_in(dtype: torch.dtype) -> torch.dtype:
+    """A model's dtype, by that of its keys and values."""
+    return dtype if dtype.is_floating_point else torch.float32
 
 
 @cache
@@ -42,11 +49,11 @@ def model(windows: str = "full", dtype: torch.dtype = torch.float32) -> Model:
         vocab=VOCAB, hidden=HIDDEN, layers=3, heads=6, kv_heads=2, head_dim=8, inner=INNER, max_position=LENGTH,
         eps=1e-5, rope=RopeConfig(500.0, 8), windows=WINDOWS[windows],
     )  # fmt: skip
-    return build_model(config, dtype)
+    return build_model(config, computed_in(dtype), None if windows == "native" else "reference")
 
 
-def build_model(config: Config, dtype: torch.dtype = torch.float32) -> Model:
-    kernels = Kernels("cpu", "reference")
+def build_model(config: Config, dtype: torch.dtype = torch.float32, backend: str | None = "reference") -> Model:
+    kernels = Kernels("cpu", backend)
     return Model(config, RandomWeights(2, dtype, CPU, kernels, std=STD), kernels, length=LENGTH, device=CPU)
 
 

@@ -315,15 +315,18 @@ def test_shortage_and_reach_are_exact() -> None:
     assert manager((None, 9), (4, 1)).shortage(4) is None
 
 
-def test_copies_move_keys_values_and_taps_of_their_group_alone() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+def test_copies_move_keys_values_and_taps_of_their_group_alone(dtype: torch.dtype) -> None:
     specs = [LayerSpec(1, 2), LayerSpec(1, 2, window=6), LayerSpec(1, 2)]
-    cache = Cache(specs, 3, [4, 4], SIZE, tap_dim=3, dtype=torch.float32, device=torch.device("cpu"))
-    for pool in (*cache.keys, *cache.values, cache.taps):
-        pool.copy_(torch.randn_like(pool))
-    before = [pool.clone() for pool in (*cache.keys, *cache.values)]
+    cache = Cache(specs, 3, [4, 4], SIZE, tap_dim=3, dtype=dtype, device=torch.device("cpu"))
+    pools = [*cache.keys, *cache.values, *(scales for scales in cache.scales if scales is not None)]
+    assert len(pools) == (9 if dtype == torch.int8 else 6)
+    for pool in (*pools, cache.taps):
+        pool.copy_(torch.randn(pool.shape) * 50)
+    before = [pool.clone() for pool in pools]
     taps = cache.taps.clone()
     cache.copy([(0, 1, 3), (1, 2, 1)])
-    for old, new, (source, to) in zip(before, (*cache.keys, *cache.values), [(1, 3), (2, 1), (1, 3)] * 2, strict=True):
+    for old, new, (source, to) in zip(before, pools, [(1, 3), (2, 1), (1, 3)] * (len(pools) // 3), strict=True):
         assert torch.equal(new[:, to], old[:, source])
         rest = [b for b in range(4) if b != to]
         assert torch.equal(new[:, rest], old[:, rest])
@@ -359,3 +362,8 @@ def test_groups_and_their_bytes() -> None:
     assert [k.shape for k in cache.keys] == [(2, 7, SIZE, 8), (2, 3, SIZE, 8), (1, 5, SIZE, 16), (2, 7, SIZE, 8)]
     counted = sum(block_bytes(specs, w, SIZE, torch.float32) * n for w, n in zip((None, 4, 9), (3, 5, 7), strict=True))
     assert cache.bytes == counted
+    assert block_bytes(specs, 9, SIZE, torch.int8) == 2 * 2 * SIZE * 2 * (8 + 4)
+    quantized = Cache(specs, 4, [3, 5, 7], SIZE, tap_dim=0, dtype=torch.int8, device=torch.device("cpu"))
+    assert quantized.bytes == sum(
+        block_bytes(specs, w, SIZE, torch.int8) * n for w, n in zip((None, 4, 9), (3, 5, 7), strict=True)
+    )

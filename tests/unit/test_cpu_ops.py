@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,23 +10,28 @@ import pytest
 import torch
 from torch import Tensor
 
+from llmx.cache.pools import new_pools
 from llmx.kernels import Kernels, cpu
+from llmx.kernels.reference.rope import quantize
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason=f"cpu kernels: {cpu.describe()}")
 NATIVE, REFERENCE = Kernels("cpu", forced="cpu"), Kernels("cpu", forced="reference")
 SIZE = 16
+KV_DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.int8]
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def batch_of(rows: list[tuple[int, int]], trees: dict[int, list[int]] | None = None, seed: int = 0) -> Any:
+def batch_of(
+    rows: list[tuple[int, int]], trees: dict[int, list[int]] | None = None, seed: int = 0, size: int = SIZE
+) -> Any:
     """rows: (start, known tokens). trees: per row the parents of its draft nodes. Blocks lie in any order."""
     trees = trees or {}
     lengths = [count + len(trees.get(r, ())) for r, (_, count) in enumerate(rows)]
     high = [start + length for (start, _), length in zip(rows, lengths, strict=True)]
-    width = max(-(-h // SIZE) for h in high)
+    width = max(-(-h // size) for h in high)
     order = torch.randperm(len(rows) * width, generator=torch.Generator().manual_seed(seed)) + 1
     prefix: list[int] = []
     paths: list[list[int]] = []
@@ -49,113 +55,174 @@ def batch_of(rows: list[tuple[int, int]], trees: dict[int, list[int]] | None = N
         tables=[order.reshape(len(rows), width)],
         base=torch.tensor([start + count for start, count in rows]),
         paths=torch.tensor(paths) if trees else None,
-        size=SIZE,
+        size=size,
         blocks=len(rows) * width + 1,
     )
 
 
-def attend(kernels: Kernels, batch: Any, q: Tensor, keys: Tensor, values: Tensor, **options: Any) -> Tensor:
+def attend(kernels: Kernels, batch: Any, q: Tensor, pools: Pools, **options: Any) -> Tensor:
+    keys, values, scales = pools
     plan = kernels.get("plan_attention")(batch, 0, options.get("window"))
-    result: Tensor = kernels.get("attention")(q, keys, values, plan, q.shape[-1] ** -0.5, **options)
+    result: Tensor = kernels.get("attention")(q, keys, values, plan, q.shape[-1] ** -0.5, scales=scales, **options)
     return result
 
 
-def pools(batch: Any, kv_heads: int, dim: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    shape = (kv_heads, batch.blocks, SIZE, dim)
-    return draw(*shape, seed=1).to(dtype), draw(*shape, seed=2).to(dtype)
+@pytest.fixture(params=[1, 2, 3, 8])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    """Work is split for some of them: the bits are the same."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
 
 
-ROWS = [(0, 1), (0, 70), (63, 1), (64, 1), (200, 3), (5, 130), (129, 20)]
+Pools = tuple[Tensor, Tensor, Tensor | None]
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(3, 1, 64), (8, 2, 16), (4, 4, 80), (7, 1, 256), (4, 2, 20)])
-@pytest.mark.parametrize("options", [{}, {"window": 50}, {"window": 1}, {"cap": 5.0}, {"first": 1, "window": 100}])
+def pools(batch: Any, kv_heads: int, dim: int, dtype: torch.dtype = torch.float32) -> Pools:
+    """Keys, values and scales with numbers in every slot."""
+    made = new_pools(kv_heads, batch.blocks, batch.size, dim, dtype, torch.device("cpu"))
+    for i, pool in enumerate(made[:2]):
+        numbers = draw(*pool.shape, seed=1 + i)
+        codes, scales = quantize(numbers)
+        pool.copy_(codes if dtype == torch.int8 else numbers)
+        if made[2] is not None:
+            made[2][..., i] = scales
+    return made
+
+
+ROWS = [(0, 1), (0, 70), (63, 1), (64, 1), (200, 3), (5, 130), (129, 20), (127, 1), (128, 1), (700, 2)]
+HEADS = [(3, 1, 64), (8, 2, 16), (4, 4, 80), (7, 1, 256), (4, 2, 20), (8, 1, 128), (3, 3, 96)]
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"window": 50},
+    {"window": 1},
+    {"cap": 5.0},
+    {"first": 1, "window": 100},
+    {"sinks": 2.0},
+    {"sinks": -1.0, "window": 30, "cap": 3.0},
+]
+
+
+def options_of(options: dict[str, Any], heads: int) -> dict[str, Any]:
+    return options | {"sinks": draw(heads) + options["sinks"]} if "sinks" in options else options
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), HEADS)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_attention(isa: str, heads: int, kv_heads: int, dim: int, options: dict[str, Any]) -> None:
-    batch = batch_of(ROWS)
-    keys, values = pools(batch, kv_heads, dim)
+    batch, options = batch_of(ROWS), options_of(options, heads)
     q = draw(len(batch.tokens), heads, dim, seed=3) * 3
-    want, got = (attend(k, batch, q, keys, values, **options) for k in (REFERENCE, NATIVE))
-    torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5)
+    want, got = (attend(k, batch, q, pools(batch, kv_heads, dim), **options) for k in (REFERENCE, NATIVE))
+    torch.testing.assert_close(got, want, rtol=3e-5, atol=3e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_attention_over_a_cache_of_half_precision(isa: str, dtype: torch.dtype) -> None:
-    batch = batch_of(ROWS)
-    keys, values = pools(batch, 2, 64, dtype)
+@pytest.mark.parametrize("dtype", KV_DTYPES[1:], ids=str)
+@pytest.mark.parametrize("size", [8, 16, 32, 128])
+def test_attention_over_a_cache_of_less_precision(isa: str, dtype: torch.dtype, size: int) -> None:
+    batch = batch_of(ROWS, size=size)
+    seen = pools(batch, 2, 64, dtype)
     q = draw(len(batch.tokens), 6, 64, seed=3)
-    want, got = (attend(k, batch, q, keys, values) for k in (REFERENCE, NATIVE))
+    want, got = (attend(k, batch, q, seen) for k in (REFERENCE, NATIVE))
     torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5)
-    rounded = attend(NATIVE, batch, q.to(dtype), keys, values)
-    assert rounded.dtype == dtype
-    torch.testing.assert_close(rounded, attend(REFERENCE, batch, q.to(dtype), keys, values), rtol=1e-2, atol=1e-3)
+    half = torch.bfloat16 if dtype == torch.int8 else dtype
+    rounded = attend(NATIVE, batch, q.to(half), seen)
+    assert rounded.dtype == half
+    torch.testing.assert_close(rounded, attend(REFERENCE, batch, q.to(half), seen), rtol=1e-2, atol=1e-3)
 
 
 TREES = {1: [-1, -1, 0, 0, 1, 3], 2: [-1, 0, 1], 4: [-1]}
 
 
 @pytest.mark.parametrize("window", [None, 40])
-def test_attention_of_draft_trees(isa: str, window: int | None) -> None:
-    batch = batch_of([(0, 5), (60, 2), (130, 1), (7, 1), (62, 1)], TREES)
-    keys, values = pools(batch, 2, 32)
-    q = draw(len(batch.tokens), 6, 32, seed=3)
-    want, got = (attend(k, batch, q, keys, values, window=window) for k in (REFERENCE, NATIVE))
+@pytest.mark.parametrize("dtype", KV_DTYPES, ids=str)
+def test_attention_of_draft_trees(isa: str, window: int | None, dtype: torch.dtype) -> None:
+    batch = batch_of([(0, 5), (60, 2), (130, 1), (7, 1), (255, 1)], TREES)
+    seen, q = pools(batch, 2, 32, dtype), draw(len(batch.tokens), 6, 32, seed=3)
+    want, got = (attend(k, batch, q, seen, window=window) for k in (REFERENCE, NATIVE))
     torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5)
 
 
-def test_a_branch_of_a_tree_has_the_bits_of_the_same_text_without_one(isa: str) -> None:
-    """Nodes 0, 2, 5 of a tree at slots 62 … as a plain text whose keys lie there in order."""
-    tree = batch_of([(60, 2)], {0: [-1, -1, 0, 1, 0, 2]})
-    keys, values = pools(tree, 2, 32)
-    q = draw(8, 6, 32, seed=3)
-    branch = attend(NATIVE, tree, q, keys, values)[[2, 4, 7]]
-    plain = batch_of([(62, 3)])
-    slot = [int(tree.tables[0][0, p // SIZE]) * SIZE + p % SIZE for p in [*range(62), 62, 64, 67]]
-    for pool in (keys, values):
-        flat = pool.view(2, -1, 32)
-        moved = flat[:, slot].clone()
-        pool.view(2, -1, 32)[:, [int(plain.tables[0][0, p // SIZE]) * SIZE + p % SIZE for p in range(65)]] = moved
-    assert torch.equal(attend(NATIVE, plain, q[[2, 4, 7]], keys, values), branch)
+@pytest.mark.parametrize("dtype", KV_DTYPES, ids=str)
+def test_a_branch_of_a_tree_has_the_bits_of_the_same_text_without_one(isa: str, dtype: torch.dtype) -> None:
+    """Nodes 0, 2, 5 of a tree at slots 128 … as a plain text whose keys lie there in order."""
+    tree = batch_of([(126, 2)], {0: [-1, -1, 0, 1, 0, 2]})
+    seen, q = pools(tree, 2, 32, dtype), draw(8, 6, 32, seed=3)
+    branch = attend(NATIVE, tree, q, seen)[[2, 4, 7]]
+    plain = batch_of([(128, 3)])
+
+    def places(batch: Any, slots: list[int]) -> tuple[Any, ...]:
+        return slice(None), batch.tables[0][0, [p // SIZE for p in slots]], [p % SIZE for p in slots]
+
+    for pool in seen:
+        if pool is not None:
+            pool[places(plain, [*range(131)])] = pool[places(tree, [*range(128), 128, 130, 133])].clone()
+    assert torch.equal(attend(NATIVE, plain, q[[2, 4, 7]], seen), branch)
 
 
 @pytest.mark.parametrize("window", [None, 50])
-def test_a_query_does_not_see_its_neighbours(isa: str, window: int | None) -> None:
+@pytest.mark.parametrize("dtype", KV_DTYPES, ids=str)
+def test_a_query_does_not_see_its_neighbours(isa: str, threads: int, window: int | None, dtype: torch.dtype) -> None:
     """Its bits are those it has alone, in any chunk, with any threads; what nobody sees may hold anything."""
     batch = batch_of([(0, 150)])
-    keys, values = pools(batch, 2, 48)
-    q, threads = draw(150, 6, 48, seed=3), torch.get_num_threads()
-    whole = attend(NATIVE, batch, q, keys, values, window=window)
-    table = batch.tables[0]
+    seen, q = pools(batch, 2, 48, dtype), draw(150, 6, 48, seed=3)
+    whole, table = attend(NATIVE, batch, q, seen, window=window), batch.tables[0]
+    for start, count in ((0, 64), (64, 86), (17, 1), (149, 1), (100, 33), (140, 10)):
+        part = batch_of([(start, count)])
+        part.tables[0] = table
+        dirty = tuple(None if pool is None else pool.clone() for pool in pools(batch, 2, 48, dtype))
+        fresh = new_pools(2, batch.blocks, SIZE, 48, dtype, torch.device("cpu"))
+        for old, new in zip(dirty, fresh, strict=True):
+            if old is None or new is None:
+                continue
+            new.copy_(old)
+            for p in range(160):
+                if p >= start + count or (window and p <= start - window):
+                    new[:, int(table[0, p // SIZE]), p % SIZE] = torch.nan if new.is_floating_point() else 99
+        assert torch.equal(attend(NATIVE, part, q[start : start + count], fresh, window=window), whole[start:][:count])
+
+
+@pytest.mark.parametrize("dtype", KV_DTYPES, ids=str)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (4, 1, 256), (7, 1, 20)])
+@pytest.mark.parametrize("options", [{}, {"window": 200}, {"sinks": 0.0}], ids=str)
+def test_a_long_text_has_the_same_bits_in_pieces_and_by_any_threads(
+    isa: str, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, options: dict[str, Any]
+) -> None:
+    """Few queries over many keys are split over the threads; a prompt and a batch are not."""
+    batch, before = batch_of([(0, 700)]), torch.get_num_threads()
+    seen, options = pools(batch, kv_heads, dim, dtype), options_of(options, heads)
+    q = draw(700, heads, dim, seed=3)
     try:
-        for start, count in ((0, 64), (64, 86), (17, 1), (149, 1), (100, 33), (140, 10)):
-            torch.set_num_threads(1 + start % 3)
-            part = batch_of([(start, count)])
-            part.tables[0] = table
-            dirty_keys, dirty_values = keys.clone(), values.clone()
-            unseen = [p for p in range(160) if p >= start + count or (window and p <= start - window)]
-            for pool in (dirty_keys, dirty_values):
-                for p in unseen:
-                    pool[:, int(table[0, p // SIZE]), p % SIZE] = torch.nan
-            got = attend(NATIVE, part, q[start : start + count], dirty_keys, dirty_values, window=window)
-            assert torch.equal(got, whole[start : start + count])
+        torch.set_num_threads(1)
+        whole = attend(NATIVE, batch, q, seen, **options)
+        for threads in (1, 2, 5, 8):
+            torch.set_num_threads(threads)
+            for start, count in ((699, 1), (640, 4), (255, 2), (500, 40)):
+                part = batch_of([(start, count)])
+                part.tables[0] = batch.tables[0]
+                got = attend(NATIVE, part, q[start : start + count], seen, **options)
+                assert torch.equal(got, whole[start : start + count])
+            many = batch_of([(start, 1) for start in range(600, 640)])
+            many.tables[0] = batch.tables[0].expand(40, -1)
+            assert torch.equal(attend(NATIVE, many, q[600:640], seen, **options), whole[600:640])
     finally:
-        torch.set_num_threads(threads)
+        torch.set_num_threads(before)
 
 
-def test_a_query_that_sees_nothing_gives_zeros(isa: str) -> None:
-    batch = batch_of([(0, 2)])
-    batch.prefix = torch.tensor([0, 2])
-    keys, values = pools(batch, 1, 16)
-    got = attend(NATIVE, batch, draw(2, 1, 16), keys, values)
-    assert got[0].tolist() == [[0.0] * 16]
-    assert bool((got[1] != 0).any())
+def test_a_query_that_sees_nothing_gives_zeros(isa: str, threads: int) -> None:
+    batch = batch_of([(0, 2), (300, 1)])
+    batch.prefix = torch.tensor([0, 2, 0])
+    for sinks in (None, torch.ones(1)):
+        got = attend(NATIVE, batch, draw(3, 1, 16), pools(batch, 1, 16), sinks=sinks)
+        assert got[[0, 2]].tolist() == [[[0.0] * 16]] * 2
+        assert bool((got[1] != 0).any())
 
 
 def test_numbers_that_are_none_stay_so(isa: str) -> None:
     batch = batch_of([(0, 3)])
-    keys, values = pools(batch, 1, 16)
     q = draw(3, 1, 16)
     q[1, 0, 3] = torch.nan
-    got = attend(NATIVE, batch, q, keys, values)
+    got = attend(NATIVE, batch, q, pools(batch, 1, 16))
     assert got.isnan().flatten(1).all(1).tolist() == [False, True, False]
 
 
@@ -175,22 +242,38 @@ def test_norms(isa: str, hidden: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(("dim", "half"), [(64, 32), (80, 20), (16, 8), (20, 10), (64, 0)])
-@pytest.mark.parametrize("pool", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("pool", KV_DTYPES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rotary_positions_and_the_write(isa: str, dim: int, half: int, pool: torch.dtype, dtype: torch.dtype) -> None:
     heads, kv_heads, rows = 6, 2, 9
     qkv = draw(rows, (heads + 2 * kv_heads) * dim).to(dtype)
+    qkv[3] = 0
     angle = draw(rows, half, seed=1)
     cos, sin = (angle.cos(), angle.sin()) if half else (None, None)
     slots = torch.randperm(5 * SIZE, generator=torch.Generator().manual_seed(0))[:rows]
     found = []
     for kernels in (NATIVE, REFERENCE):
-        keys, values = (torch.zeros(kv_heads, 5, SIZE, dim, dtype=pool) for _ in range(2))
-        q = kernels.get("rope_and_write")(qkv, heads, keys, values, slots, cos, sin)
-        found.append((q, keys, values))
+        keys, values, scales = new_pools(kv_heads, 5, SIZE, dim, pool, torch.device("cpu"))
+        q = kernels.get("rope_and_write")(qkv, heads, keys, values, slots, cos, sin, scales)
+        found.append((q, keys, values, *([] if scales is None else [scales])))
     for got, want in zip(*found, strict=True):
         assert got.dtype == want.dtype
         assert torch.equal(got, want)
+
+
+def test_int8_keys_and_values_are_near_and_none_where_a_number_is_none(isa: str) -> None:
+    heads, dim = 2, 64
+    qkv = draw(5, 4 * dim) * 10
+    qkv[2, 2 * dim + 7], qkv[4, 3 * dim] = torch.nan, torch.inf
+    for kernels in (NATIVE, REFERENCE):
+        keys, values, scales = new_pools(1, 1, SIZE, dim, torch.int8, torch.device("cpu"))
+        assert scales is not None
+        kernels.get("rope_and_write")(qkv, heads, keys, values, torch.arange(5), None, None, scales)
+        for i, (pool, new) in enumerate(((keys, qkv[:, 2 * dim : 3 * dim]), (values, qkv[:, 3 * dim :]))):
+            held, half_step = pool[0, 0, :5] * scales[0, 0, :5, i, None], scales[0, 0, :5, i, None] / 2
+            fine = new.isfinite().all(1)
+            assert held.isnan().all(1).tolist() == (~fine).tolist()
+            assert ((held - new).abs() <= half_step * 1.0001)[fine].all()
 
 
 @pytest.mark.parametrize("op", ["silu_mul", "gelu_tanh_mul"])

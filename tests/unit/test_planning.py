@@ -166,8 +166,8 @@ def test_llama_3_70b_by_hand() -> None:
     layer = attention + 3 * 8192 * 28672 + 2 * 8192
     assert found.parameters == 80 * layer + 2 * 128256 * 8192 + 8192 == 70_553_706_496
     assert sum(found.weight_bytes().values()) == 2 * 70_553_706_496
-    assert found.kv_per_token() * 2 == 80 * 2 * 8 * 128 * 2 == 327_680
-    assert found.kv_elements(4096) * 2 == 1_342_177_280  # 1.34 GB
+    assert found.kv_kept(1, 2) == 80 * 2 * 8 * 128 * 2 == 327_680
+    assert found.kv_kept(4096, 2) == 1_342_177_280  # 1.34 GB
 
 
 def test_deepseek_v3_by_hand() -> None:
@@ -180,7 +180,7 @@ def test_deepseek_v3_by_hand() -> None:
     active = 61 * (mla + 2 * 7168) + 3 * dense + 58 * (routed - 248 * expert) + 2 * 129280 * 7168 + 7168
     assert found.active_parameters == active
     assert 37e9 < active < 38e9
-    assert found.kv_per_token() * 2 == 61 * (512 + 64) * 2 == 70_272
+    assert found.kv_kept(1, 2) == 61 * (512 + 64) * 2 == 70_272
     experts = found.weight_bytes()["experts"]
     assert experts == 2 * 58 * 256 * expert
 
@@ -226,7 +226,7 @@ def test_the_demo_files_header_gives_the_bytes_of_the_file(demo: Path) -> None:
     found = from_gguf(file, "demo")
     assert sum(found.weight_bytes().values()) == sum(file.stored(name).nbytes for name in file.names())
     assert found.parameters == 134_515_008
-    assert (found.tied, found.stored, found.runs, found.kv_per_token()) == (True, "q4_1", True, 30 * 2 * 3 * 64)
+    assert (found.tied, found.stored, found.runs, found.kv_kept(1, 1)) == (True, "q4_1", True, 30 * 2 * 3 * 64)
 
 
 def test_q4_k_m_of_llama_8b_is_as_large_as_the_file_that_people_know() -> None:
@@ -238,7 +238,7 @@ def test_q4_k_m_of_llama_8b_is_as_large_as_the_file_that_people_know() -> None:
 def test_windows_keep_no_more_than_their_width() -> None:
     config, _ = by_transformers("Gemma3ForCausalLM", SMALL | {"head_dim": 16, "sliding_window": 32})
     found = planned(config | {"layer_types": ["sliding_attention"] * 3 + ["full_attention"]})
-    assert found.kv_elements(500) == (3 * 32 + 500) * 2 * 2 * 16
+    assert found.kv_kept(500, 1) == (3 * 32 + 500) * 2 * 2 * 16
 
 
 def test_one_device_has_its_share_of_heads_and_copies_what_cannot_be_split() -> None:
@@ -282,8 +282,9 @@ def test_what_does_not_fit_gets_changes_with_the_bytes_they_save() -> None:
     assert found.best is None
     texts = {change.text: change for change in found.changes}
     assert texts["store the weights in fp8 (--quant fp8)"].fits
-    half = texts["store keys and values in fp8 (--kv-dtype fp8)"]
-    assert half.saves == 120 * 1_342_177_280 // 2 // 4
+    half = texts["store keys and values in int8 (--kv-dtype int8)"]
+    scales = 4096 * 80 * 8 * 2 * 4  # a float32 for each head's keys and one for its values
+    assert half.saves == 120 * (1_342_177_280 // 2 - scales) // 4
     fewer = next(c for text, c in texts.items() if "--concurrency" in text)
     most = int(fewer.text.rsplit(" ", 1)[1])
     assert make(planned(LLAMA_70B), parse("4xA100-80G"), load(concurrency=most)).best is not None
