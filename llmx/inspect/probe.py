@@ -234,7 +234,7 @@ def _rope(to: Recorder | Follower, inner: Callable[..., Tensor], place: Place) -
         if isinstance(to, Follower) and to.forced:
             for i, (pool, new) in enumerate(zip((keys, values), written, strict=True)):
                 pool[at], factors = _stored(new.transpose(0, 1), pool.dtype)
-                if scales is not None:
+                if scales is not None and factors is not None:
                     scales[(*at, i)] = factors
         return q
 
