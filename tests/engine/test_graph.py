@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from engine.common import CPU, KINDS, LENGTH, STD, VOCAB, Truth, Watched, engine, expect, few, key_of, requests, said
+from engine.common import (
+    CPU, KINDS, LENGTH, STD, VOCAB, Truth, Watched, computed_in, engine, expect, few, key_of, requests, said,
+)  # fmt: skip
 from engine.common import model as reference_model
 from engine.drafters import Replay
 from tiny_models import every_tiny
@@ -50,7 +52,7 @@ class Compared(Graphs):
 @cache
 def native(windows: str, dtype: torch.dtype) -> Model:
     """The tests' tiny model on the C++ kernels."""
-    return build(Model, reference_model(windows, dtype).config, dtype)
+    return build(Model, reference_model(windows, dtype).config, computed_in(dtype))
 
 
 def build(of: Any, config: Any, dtype: torch.dtype) -> Any:
