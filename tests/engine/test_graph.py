@@ -10,8 +10,21 @@ from typing import Any
 import pytest
 import torch
 from engine.common import (
-    CPU, KINDS, LENGTH, STD, VOCAB, Truth, Watched, computed_in, engine, expect, few, key_of, requests, said,
-)  # fmt: skip
+    CPU,
+    KINDS,
+    LENGTH,
+    STD,
+    VOCAB,
+    Truth,
+    Watched,
+    computed_in,
+    engine,
+    expect,
+    few,
+    key_of,
+    requests,
+    said,
+)
 from engine.common import model as reference_model
 from engine.drafters import Replay
 from tiny_models import every_tiny
