@@ -65,16 +65,26 @@ LLMX_INLINE F numbers(const uint8_t* p) {
   if constexpr (KIND == 3) return load_signed(p);
 }
 
-// The scores of R rows by 16 keys of each of B strips. q: [dimension][row].
+// The scores of R rows by 16 keys of each of B strips. q: [dimension][row]. Blocks lie anywhere, so no processor
+// guesses what comes next: for few rows, which don't take long, the values of these strips and the keys of those that
+// follow (up to `end`) are asked for.
 template <int KIND, int R, int B>
-LLMX_INLINE void score_strips(const Strip* strips, const float* q, int64_t dim, float* scores) {
+LLMX_INLINE void score_strips(const Strip* strips, const Strip* end, const float* q, int64_t dim, float* scores) {
   F sums[R][B];
-  const uint8_t* at[B];
-  for (int b = 0; b < B; ++b) at[b] = strips[b].keys;
+  const uint8_t *at[B] = {}, *next[B] = {};
+  for (int b = 0; b < B; ++b) {
+    at[b] = strips[b].keys;
+    next[b] = strips + B + b < end ? strips[B + b].keys : strips[b].values;
+  }
   for (int r = 0; r < R; ++r)
     for (int b = 0; b < B; ++b) sums[r][b] = zero();
 #pragma GCC unroll 4
   for (int64_t d = 0; d < dim; ++d) {
+    if (R <= MOST_ROWS / 2 + 1 && d * WIDTHS[KIND] % 4 == 0)  // a line of 64 bytes
+      for (int b = 0; b < B; ++b) {
+        __builtin_prefetch(strips[b].values + d * LANES * WIDTHS[KIND]);
+        __builtin_prefetch(next[b] + d * LANES * WIDTHS[KIND]);
+      }
     for (int b = 0; b < B; ++b) {
       const F keys = numbers<KIND>(at[b]);
       at[b] += strips[b].key_step;
@@ -95,9 +105,10 @@ void score(const Desk& desk, const Rows& rows, int64_t dim) {
   float* scores = desk.weights + rows.row * TILE;
   int64_t s = rows.low / STRIP;
   const int64_t end = (rows.high + STRIP - 1) / STRIP;
-  for (; s + B <= end; s += B) score_strips<KIND, R, B>(desk.strips + s, q, dim, scores + s * STRIP);
+  const Strip *strips = desk.strips, *last = strips + end;
+  for (; s + B <= end; s += B) score_strips<KIND, R, B>(strips + s, last, q, dim, scores + s * STRIP);
   if constexpr (B > 1)
-    for (; s < end; ++s) score_strips<KIND, R, 1>(desk.strips + s, q, dim, scores + s * STRIP);
+    for (; s < end; ++s) score_strips<KIND, R, 1>(strips + s, last, q, dim, scores + s * STRIP);
 }
 
 // The weighted values of R rows, 16 dimensions of each of B blocks, go into `sums` as `fades` say (old, new).
