@@ -46,6 +46,20 @@ FUSED = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_u
 BLOCKS = {name: (elements, size) for name, elements, size in TYPES.values()}
 
 
+@dataclass(frozen=True)
+class _Nothing:
+    """A linear or an embedding that gives zeros."""
+
+    zeros: Tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.zeros.dtype
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.zeros[: len(x)]
+
+
 class _Idle:
     """A Weights whose linears give zeros at once: what is left is the rest of the engine."""
 
@@ -54,9 +68,8 @@ class _Idle:
     def __init__(self, rows: int) -> None:
         self.rows = rows
 
-    def _nothing(self, width: int) -> Callable[[Tensor], Tensor]:
-        zeros = torch.zeros(self.rows, width)
-        return lambda x: zeros[: len(x)]
+    def _nothing(self, width: int) -> _Nothing:
+        return _Nothing(torch.zeros(self.rows, width))
 
     def column(self, parts: Sequence[Part], n_in: int) -> Any:
         return self._nothing(sum(part.n_out for part in parts))
@@ -75,7 +88,7 @@ class _Idle:
 
 
 class _Timed(Kernels):
-    """The engine's kernels; `seconds` adds up what attention takes."""
+    """The engine's kernels; `seconds` adds up what attention takes, which a replayed forward would hide."""
 
     def __init__(self) -> None:
         super().__init__("cpu")
@@ -93,6 +106,9 @@ class _Timed(Kernels):
             return found
 
         return timed
+
+    def has(self, op: str) -> bool:
+        return op != "recorder" and super().has(op)
 
 
 @dataclass(frozen=True)
@@ -151,34 +167,48 @@ def _each(engines: Sequence[_Rest], what: str) -> float:
 
 def _idle(anatomy: Anatomy, layers: int, batch: int, prompt: int, context: int) -> tuple[_Rest, _Rest, _Rest]:
     """A prompt's step, one sequence's decode step and `batch` sequences', without products with weights."""
-    kernels = _Timed()
-    engine = _engine(anatomy, layers, batch, max(prompt, context) + 2 * STEPS + 4, kernels)
-
-    def step() -> _Rest:
-        kernels.seconds, began = 0.0, time.perf_counter()
-        engine.step()
-        return _Rest(time.perf_counter() - began, kernels.seconds)
-
-    def add(name: str, length: int, tokens: int) -> None:
-        params = SamplingParams(max_tokens=tokens, temperature=0.0, seed=0, ignore_eos=True)
-        engine.scheduler.add(Request(name, tuple(i % anatomy.vocab for i in range(length)), params))
+    length = max(prompt, context) + 3 * STEPS + 4
+    timed = _Steps(anatomy, layers, batch, length, _Timed())
+    plain = _Steps(anatomy, layers, batch, length, Kernels("cpu"))  # which replays its decode steps
 
     def decode(count: int) -> _Rest:
+        return _Rest(plain.decode(count, context).step, timed.decode(count, context).attention)
+
+    steps = [timed.prompt(f"prompt/{i}", prompt) for i in range(4)]
+    one = decode(1)
+    return _middle(steps[1:]), one, decode(batch) if batch > 1 else one
+
+
+class _Steps:
+    """An idle engine, whose steps are timed."""
+
+    def __init__(self, anatomy: Anatomy, layers: int, batch: int, length: int, kernels: Kernels) -> None:
+        self.anatomy, self.kernels = anatomy, kernels
+        self.engine = _engine(anatomy, layers, batch, length, kernels)
+
+    def prompt(self, name: str, length: int) -> _Rest:
+        self._add(name, length, 1)
+        return self._step()
+
+    def decode(self, count: int, context: int) -> _Rest:
         for i in range(count):
-            add(f"decode/{count}/{i}", context, 2 * STEPS)
-        while any(s.remaining > 1 or not s.output_len for s in _unfinished(engine)):
-            engine.step()
-        found = _middle([step() for _ in range(STEPS)])
-        while engine.step() is not None:
+            self._add(f"decode/{count}/{i}", context, 3 * STEPS)
+        while any(s.remaining > 2 * STEPS or not s.output_len for s in _unfinished(self.engine)):
+            self.engine.step()
+        found = _middle([self._step() for _ in range(STEPS)])
+        while self.engine.step() is not None:
             pass
         return found
 
-    steps = []
-    for i in range(4):
-        add(f"prompt/{i}", prompt, 1)
-        steps.append(step())
-    one = decode(1)
-    return _middle(steps[1:]), one, decode(batch) if batch > 1 else one
+    def _add(self, name: str, length: int, tokens: int) -> None:
+        params = SamplingParams(max_tokens=tokens, temperature=0.0, seed=0, ignore_eos=True)
+        prompt = tuple(i % self.anatomy.vocab for i in range(length))
+        self.engine.scheduler.add(Request(name, prompt, params))
+
+    def _step(self) -> _Rest:
+        before, began = getattr(self.kernels, "seconds", 0.0), time.perf_counter()
+        self.engine.step()
+        return _Rest(time.perf_counter() - began, getattr(self.kernels, "seconds", 0.0) - before)
 
 
 def _unfinished(engine: Engine) -> list[Any]:
