@@ -31,6 +31,16 @@ Prompt = str | Sequence[int]
 POLL_SECONDS = 0.2
 
 
+Asleep = dict[asyncio.AbstractEventLoop, list[asyncio.Event]]
+
+
+def wake(asleep: Asleep) -> None:
+    """From another thread. A loop is interrupted once for all that a step said: each time costs it a system call."""
+    for loop, events in asleep.items():
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody reads any more
+            loop.call_soon_threadsafe(lambda events=events: [event.set() for event in events])
+
+
 class Mailbox:
     """Messages from the pump's thread to whoever reads: a plain thread, or a coroutine on its event loop."""
 
@@ -40,13 +50,13 @@ class Mailbox:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._event: asyncio.Event | None = None
 
-    def put(self, stream: Stream, message: Message) -> None:
+    def put(self, stream: Stream, message: Message, asleep: Asleep) -> None:
+        """asleep: takes the coroutine that may wait for this, for `wake`."""
         with self._ready:
             self._items.append((stream, message))
             self._ready.notify()
             if self._loop is not None and self._event is not None:
-                with contextlib.suppress(RuntimeError):  # the loop is closed: nobody reads any more
-                    self._loop.call_soon_threadsafe(self._event.set)
+                asleep.setdefault(self._loop, []).append(self._event)
 
     def get(self) -> tuple[Stream, Message]:
         with self._ready:
@@ -146,7 +156,9 @@ class Stream:
             self._llm.send(Abort(self.id))
             for choice in self._choices:
                 choice.finish = choice.finish or "abort"
-            self._mailbox.put(self, Abort(self.id))  # wakes whoever waits for more
+            asleep = Asleep()
+            self._mailbox.put(self, Abort(self.id), asleep)
+            wake(asleep)  # whoever waits for more
         self._llm.forget(self)
 
     def output(self) -> Output:
@@ -438,21 +450,23 @@ class LLM:
         """The pump: lets the core step and hands what it says to the streams."""
         try:
             while not self._closing.is_set() and self.failed is None:
+                asleep = Asleep()
                 for message in self._client.receive(POLL_SECONDS):
-                    self._dispatch(message)
+                    self._dispatch(message, asleep)
+                wake(asleep)
         except LlmxError as error:
             self._fail(Failed(error.message, error.hint))
         except Exception as error:
             self._fail(Failed(f"The engine failed: {type(error).__name__}: {error}", "this is a bug; please report it"))
             raise
 
-    def _dispatch(self, message: Message) -> None:
+    def _dispatch(self, message: Message, asleep: Asleep) -> None:
         match message:
             case Tokens() | Refused():
                 with self._lock:
                     stream = self._streams.get(message.id)
                 if stream is not None:
-                    stream._mailbox.put(stream, message)
+                    stream._mailbox.put(stream, message, asleep)
             case Measured(token, metrics):
                 if token in self._measured:
                     answered, found = self._measured[token]
@@ -465,8 +479,10 @@ class LLM:
         with self._lock:
             self.failed = self.failed or message.message
             streams = list(self._streams.values())
+        asleep = Asleep()
         for stream in streams:
-            stream._mailbox.put(stream, message)
+            stream._mailbox.put(stream, message, asleep)
+        wake(asleep)
 
 
 def _client(config: EngineConfig, spawn: bool, progress: Callable[[int, int], None] | None) -> Client:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -121,9 +122,9 @@ KINDS: dict[str, type] = {kind.__name__: kind for kind in Message.__args__}
 NESTED: dict[str, type] = {"config": EngineConfig, "info": EngineInfo, "metrics": Metrics}
 
 
-def encode(message: Message) -> bytes:
-    """One JSON object, UTF-8, without a newline."""
-    return json.dumps(_body(message), separators=(",", ":"), default=_plain).encode()
+def encode(messages: Sequence[Message]) -> bytes:
+    """One JSON array, UTF-8, without a newline. Of Tokens, of which a step sends many, only the fields, in order."""
+    return json.dumps([_body(message) for message in messages], separators=(",", ":"), default=_plain).encode()
 
 
 def _plain(value: Any) -> dict[str, Any]:
@@ -131,7 +132,9 @@ def _plain(value: Any) -> dict[str, Any]:
     return {name: getattr(value, name) for name in value.__dataclass_fields__}
 
 
-def _body(message: Message) -> dict[str, Any]:
+def _body(message: Message) -> dict[str, Any] | list[Any]:
+    if isinstance(message, Tokens):
+        return list(vars(message).values())
     if isinstance(message, Step):
         return {"kind": "Step", "messages": [_body(inner) for inner in message.messages]}
     body = _plain(message)
@@ -141,12 +144,14 @@ def _body(message: Message) -> dict[str, Any]:
     return {"kind": type(message).__name__} | body
 
 
-def decode(data: bytes) -> Message:
-    """The inverse. A message that doesn't fit the schema is a bug, and raises ValueError."""
-    return _message(json.loads(data))
+def decode(data: bytes) -> list[Message]:
+    """The inverse. A message that doesn't fit the schema is a bug, and raises ValueError or TypeError."""
+    return [_message(body) for body in json.loads(data)]
 
 
-def _message(body: dict[str, Any]) -> Message:
+def _message(body: dict[str, Any] | list[Any]) -> Message:
+    if isinstance(body, list):
+        return _tokens(*body)
     kind = KINDS[body.pop("kind")]
     if kind is Step:
         return Step(tuple(_message(inner) for inner in body["messages"]))
@@ -155,15 +160,26 @@ def _message(body: dict[str, Any]) -> Message:
     for name, nested in NESTED.items():
         if name in body:
             body[name] = nested(**{k: _frozen(v) for k, v in body[name].items()})
-    if kind is Tokens:
-        logprobs = body["logprobs"]
-        body["logprobs"] = None if logprobs is None else tuple(_logprob(x) for x in logprobs)
-        body["prompt_logprobs"] = tuple((at, _logprob(x)) for at, x in body["prompt_logprobs"])
-        body["tokens"] = tuple(body["tokens"])
     if set(body) != {field.name for field in fields(kind)}:
         raise ValueError(f"{kind.__name__} has not the fields {sorted(body)}")
     message: Message = kind(**body)
     return message
+
+
+def _tokens(
+    id: str,
+    choice: int,
+    tokens: list[int],
+    cached: int,
+    finish: str | None,
+    stopped_by: int | None,
+    logprobs: list[Any] | None,
+    prompt_logprobs: list[Any],
+    started: float,
+) -> Tokens:
+    own = None if logprobs is None else tuple(_logprob(x) for x in logprobs)
+    prompt = tuple((at, _logprob(x)) for at, x in prompt_logprobs)
+    return Tokens(id, choice, tuple(tokens), cached, finish, stopped_by, own, prompt, started)
 
 
 def _request(body: dict[str, Any]) -> Request:

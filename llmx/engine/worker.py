@@ -79,9 +79,8 @@ def serve(channel: Channel, config: EngineConfig) -> None:
                 for answer in core.handle(message):
                     channel.send(answer)
             core.check()
-            if core.busy:
-                for said in core.step():
-                    channel.send(said)
+            if core.busy and (said := core.step()):
+                channel.send(*said)
     finally:
         core.close()
 

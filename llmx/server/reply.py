@@ -24,12 +24,13 @@ from llmx.server.protocol import CLOSE
 
 log = logging.getLogger("llmx.server")
 DONE = b"data: [DONE]\n\n"
+JSON = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))  # `dumps` makes one at each call
 KEEP_ALIVE = b": keep-alive\n\n"
 
 
 def event(data: Mapping[str, Any]) -> bytes:
     """One server-sent event. JSON has no raw line breaks, so one `data:` line does."""
-    return b"data: %s\n\n" % json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+    return b"data: %s\n\n" % JSON.encode(data).encode()
 
 
 @dataclass

@@ -54,10 +54,22 @@ def test_every_kind_is_here() -> None:
 def test_a_message_arrives_as_it_was_sent(message: Message) -> None:
     if isinstance(message, Add):
         assert message.request.stops == {3, 4, 7}  # what was computed once is no part of it
-    assert decode(encode(message)) == message
+    assert decode(encode([message])) == [message]
+
+
+def test_messages_of_a_step_arrive_in_order() -> None:
+    assert decode(encode(EVERY)) == EVERY
+    assert decode(encode([])) == []
+
+
+def test_tokens_that_lack_a_field_are_no_message() -> None:
+    fields = json.loads(encode([Tokens("id", 0, (1,), 0)]))
+    assert len(fields[0]) == len(dataclasses.fields(Tokens))
+    with pytest.raises(TypeError):
+        decode(json.dumps([fields[0][:-1]]).encode())
 
 
 def test_nothing_is_left_out_of_a_request() -> None:
-    fields: dict[str, Any] = json.loads(encode(Add(REQUEST)))["request"]
+    fields: dict[str, Any] = json.loads(encode([Add(REQUEST)]))[0]["request"]
     assert set(fields) == {field.name for field in dataclasses.fields(Request)}
     assert set(fields["params"]) == {field.name for field in dataclasses.fields(SamplingParams)}
