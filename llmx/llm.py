@@ -38,7 +38,12 @@ def wake(asleep: Asleep) -> None:
     """From another thread. A loop is interrupted once for all that a step said: each time costs it a system call."""
     for loop, events in asleep.items():
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody reads any more
-            loop.call_soon_threadsafe(lambda events=events: [event.set() for event in events])
+            loop.call_soon_threadsafe(_set, events)
+
+
+def _set(events: list[asyncio.Event]) -> None:
+    for event in events:
+        event.set()
 
 
 class Mailbox:
