@@ -128,11 +128,12 @@ def activation_kl(scripts: None) -> ModuleType:
 
 
 def test_activations_are_judged_by_their_limits_and_by_llama_cpp(activation_kl: ModuleType) -> None:
-    good = {"kld": [4e-3, 0], "same_top": [96.0, 0], "ppl_ratio": [1.001, 0]}
+    good = {"kld": [4e-3, 0], "same_top": [96.0, 0], "ppl_to_float32": 1.001}
     names = activation_kl.BF16, activation_kl.INT8
     assert activation_kl.verdicts(dict.fromkeys(names, good)) == []
     assert activation_kl.verdicts({names[1]: {"missing": "not built"}}) == []
-    theirs = {activation_kl.LLAMA_CPP: {"kld": [3e-3, 0]}}
-    assert len(activation_kl.verdicts({names[0]: good} | theirs)) == 1
-    bad = {"kld": [7e-3, 0], "same_top": [90.0, 0], "ppl_ratio": [0.99, 0]}
+    for error, count in ((0.5e-3, 1), (2e-3, 0)):
+        theirs = {activation_kl.LLAMA_CPP: {"kld": [3e-3, error]}}
+        assert len(activation_kl.verdicts({names[0]: good} | theirs)) == count
+    bad = {"kld": [7e-3, 0], "same_top": [90.0, 0], "ppl_to_float32": 0.99}
     assert [len(activation_kl.verdicts({name: bad})) for name in names] == [3, 2]
