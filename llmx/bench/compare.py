@@ -133,11 +133,14 @@ def _flat(value: Any, path: str) -> Iterator[tuple[str, str]]:
 
 
 def parse_bound(text: str, flag: str) -> float:
-    """`5%` or `0.05` as 0.05. UsageError for anything else."""
+    """`5%` or `0.05` as 0.05. UsageError for anything else, and for `5`, which would be 500 %."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(%?)\s*", text, re.ASCII)
     if match is None:
         raise UsageError(f"{flag} must be a share like 5% or 0.05, not {text!r}.")
-    return float(match[1]) / (100 if match[2] else 1)
+    share = float(match[1]) / (100 if match[2] else 1)
+    if share > 1 and not match[2]:
+        raise UsageError(f"{flag} {text} is a share of {100 * share:g} %.", f"Write {text.strip()}% if that is meant.")
+    return share
 
 
 def regressions(found: Sequence[Change], bound: float) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import ssl
 import time
 from collections.abc import Mapping
@@ -200,6 +201,12 @@ class Connection(asyncio.Protocol):
             self.transport.abort()
 
 
+def _why(error: OSError) -> str:
+    """asyncio's own text on a refused connection is a tuple."""
+    refused = isinstance(error, ConnectionError) and error.errno
+    return os.strerror(error.errno) if refused else error.strerror or str(error)
+
+
 class Pool:
     """Connections to one server, kept open and used again; as many as there are requests at once."""
 
@@ -232,7 +239,7 @@ class Pool:
                 connection = self._idle.pop() if used else await self._connect()
             except (OSError, ssl.SSLError) as error:
                 exchange.sent = exchange.sent or time.perf_counter()
-                exchange.error = f"{self.host}:{self.port} can't be reached: {error.strerror or error}"
+                exchange.error = f"{self.host}:{self.port} can't be reached: {_why(error)}"
                 exchange.ended = True
                 return
             if not connection.lost:
@@ -268,7 +275,7 @@ class Pool:
         try:
             self._idle += await asyncio.gather(*(self._connect() for _ in range(count - len(self._idle))))
         except OSError as error:
-            raise LlmxError(f"{self.host}:{self.port} can't be reached: {error.strerror or error}.") from error
+            raise LlmxError(f"{self.host}:{self.port} can't be reached: {_why(error)}.") from error
 
     def close(self) -> None:
         for connection in self._idle:

@@ -223,7 +223,7 @@ def connect(
 ) -> tuple[Server, Recount | None]:
     """Find out what is at `url`; what `find` makes of its model's name counts tokens where the server doesn't.
     LlmxError where it can't be reached or says no."""
-    parts = urlsplit(url)
+    parts = urlsplit(url if "://" in url else f"http://{url}")
     path = parts.path.rstrip("/")
     prefix = path if path else "/v1"
     server = Server(f"{parts.scheme}://{parts.netloc}", prefix, model or "", key, chat, silence)

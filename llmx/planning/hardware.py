@@ -141,7 +141,7 @@ class Hardware:
 def parse(text: str) -> Hardware:
     """ "H100", "4xA100-80G", "16x8xH800" (machines x devices). "cpu" is measured, and not for here. UsageError."""
     found = re.fullmatch(r"(?:(\d{1,5})x)?(?:(\d{1,3})x)?([A-Za-z0-9][A-Za-z0-9-]*)", text.strip())
-    device = DEVICES.get(found[3].lower()) if found else None
+    device = DEVICES.get(re.sub(r"(?<=\dg)b$", "", found[3].lower())) if found else None  # 80GB is 80G
     if found is None or device is None:
         known = ", ".join(dict.fromkeys(one.name for one in DEVICES.values()))
         raise UsageError(

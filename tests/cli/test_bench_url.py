@@ -319,7 +319,10 @@ def test_nobody_at_the_url_is_said_in_a_sentence() -> None:
         pass
     result = bench(mock, "--requests", "2")
     assert result.exit_code == 1
-    assert "can't be reached" in result.stderr
+    assert "can't be reached: Connection refused." in result.stderr
+    host = mock.url.removeprefix("http://")
+    result = CliRunner().invoke(app, ["bench", "--url", host, "--requests", "2", "--json", "-"])
+    assert f"error: {host} can't be reached: Connection refused." in result.stderr
 
 
 @pytest.mark.parametrize("procs", ["1", "2"])

@@ -145,6 +145,10 @@ def test_what_cannot_be_compared_is_refused_in_a_sentence(tmp_path: Path, old: A
 def test_bounds_are_shares() -> None:
     assert parse_bound("5%", "--x") == pytest.approx(0.05)
     assert parse_bound("0.1", "--x") == pytest.approx(0.1)
+    assert parse_bound("500%", "--x") == 5
+    with pytest.raises(UsageError, match="--x 5 is a share of 500 %") as error:
+        parse_bound("5", "--x")
+    assert error.value.hint == "Write 5% if that is meant."
     for text in ("-5%", "five", "5%%", ""):
         with pytest.raises(UsageError, match="--x must be a share"):
             parse_bound(text, "--x")

@@ -326,6 +326,7 @@ def test_hardware_that_is_not_known_is_refused(text: str) -> None:
 def test_hardware_is_machines_of_devices() -> None:
     assert (parse("h100").nodes, parse("h100").per_node) == (1, 1)
     assert (parse("4xa100-80g").nodes, parse("4xA100-80G").per_node) == (1, 4)
+    assert parse("A100-80GB").device == parse("A100-80G").device
     assert (parse("16x8xH800").nodes, parse("16x8xH800").per_node) == (16, 8)
     assert (parse("32xH100").nodes, parse("32xH100").per_node) == (4, 8)
 
