@@ -29,7 +29,7 @@ $(READY): $(PY) pyproject.toml CMakeLists.txt constraints.txt
 
 demo: $(READY)
 	$(LLMX) pull demo
-	$(LLMX) generate --model demo --temperature 0 --max-tokens 48 "What is the capital of France?"
+	$(LLMX) generate --model demo --temperature 0 --max-tokens 48 "What is the capital of Germany?"
 	$(LLMX) bench demo -p 128 -n 32 -r 3 --requests 8 --concurrency 4 --input-len 32:128 --output-len 16:48 \
 		--json build/demo-bench.json
 

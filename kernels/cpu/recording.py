@@ -89,7 +89,7 @@ class Recorder:
 
 class _Watch(TorchDispatchMode):
     def __init__(self, arena: Arena) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.arena, self.refused = arena, None
         self.held: list[Tensor] = []
 
