@@ -203,8 +203,9 @@ class Connection(asyncio.Protocol):
 
 def _why(error: OSError) -> str:
     """asyncio's own text on a refused connection is a tuple."""
-    refused = isinstance(error, ConnectionError) and error.errno
-    return os.strerror(error.errno) if refused else error.strerror or str(error)
+    if isinstance(error, ConnectionError) and error.errno is not None:
+        return os.strerror(error.errno)
+    return error.strerror or str(error)
 
 
 class Pool:
