@@ -3,68 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from op_cases import ROWS, SIZE, TREES, attend, batch_of, draw, options_of, pools
 
 from llmx.cache.pools import new_pools
 from llmx.kernels import Kernels, cpu
-from llmx.kernels.reference.rope import quantize
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason=f"cpu kernels: {cpu.describe()}")
 NATIVE, REFERENCE = Kernels("cpu", forced="cpu"), Kernels("cpu", forced="reference")
-SIZE = 16
 KV_DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.int8]
-
-
-def draw(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def batch_of(
-    rows: list[tuple[int, int]], trees: dict[int, list[int]] | None = None, seed: int = 0, size: int = SIZE
-) -> Any:
-    """rows: (start, known tokens). trees: per row the parents of its draft nodes. Blocks lie in any order."""
-    trees = trees or {}
-    lengths = [count + len(trees.get(r, ())) for r, (_, count) in enumerate(rows)]
-    high = [start + length for (start, _), length in zip(rows, lengths, strict=True)]
-    width = max(-(-h // size) for h in high)
-    order = torch.randperm(len(rows) * width, generator=torch.Generator().manual_seed(seed)) + 1
-    prefix: list[int] = []
-    paths: list[list[int]] = []
-    deepest = max([len(parents) for parents in trees.values()], default=0)
-    for r, (start, count) in enumerate(rows):
-        prefix += range(start + 1, start + count + 1)
-        paths += [[-1] * deepest for _ in range(count)]
-        for node, _ in enumerate(trees.get(r, ())):
-            above = [node]
-            while (parent := trees[r][above[0]]) >= 0:
-                above.insert(0, parent)
-            prefix.append(start + count + len(above))
-            paths.append(above + [-1] * (deepest - len(above)))
-    return SimpleNamespace(
-        tokens=torch.zeros(len(prefix), dtype=torch.long),
-        lengths=tuple(lengths),
-        counts=tuple(count for _, count in rows),
-        low=tuple(start for start, _ in rows),
-        high=tuple(high),
-        prefix=torch.tensor(prefix),
-        tables=[order.reshape(len(rows), width)],
-        base=torch.tensor([start + count for start, count in rows]),
-        paths=torch.tensor(paths) if trees else None,
-        size=size,
-        blocks=len(rows) * width + 1,
-    )
-
-
-def attend(kernels: Kernels, batch: Any, q: Tensor, pools: Pools, **options: Any) -> Tensor:
-    keys, values, scales = pools
-    plan = kernels.get("plan_attention")(batch, 0, options.get("window"))
-    result: Tensor = kernels.get("attention")(q, keys, values, plan, q.shape[-1] ** -0.5, scales=scales, **options)
-    return result
 
 
 @pytest.fixture(params=[1, 2, 3, 8])
@@ -76,22 +26,6 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(before)
 
 
-Pools = tuple[Tensor, Tensor, Tensor | None]
-
-
-def pools(batch: Any, kv_heads: int, dim: int, dtype: torch.dtype = torch.float32) -> Pools:
-    """Keys, values and scales with numbers in every slot."""
-    made = new_pools(kv_heads, batch.blocks, batch.size, dim, dtype, torch.device("cpu"))
-    for i, pool in enumerate(made[:2]):
-        numbers = draw(*pool.shape, seed=1 + i)
-        codes, scales = quantize(numbers)
-        pool.copy_(codes if dtype == torch.int8 else numbers)
-        if made[2] is not None:
-            made[2][..., i] = scales
-    return made
-
-
-ROWS = [(0, 1), (0, 70), (63, 1), (64, 1), (200, 3), (5, 130), (129, 20), (127, 1), (128, 1), (700, 2)]
 HEADS = [(3, 1, 64), (8, 2, 16), (4, 4, 80), (7, 1, 256), (4, 2, 20), (8, 1, 128), (3, 3, 96)]
 OPTIONS: list[dict[str, Any]] = [
     {},
@@ -102,10 +36,6 @@ OPTIONS: list[dict[str, Any]] = [
     {"sinks": 2.0},
     {"sinks": -1.0, "window": 30, "cap": 3.0},
 ]
-
-
-def options_of(options: dict[str, Any], heads: int) -> dict[str, Any]:
-    return options | {"sinks": draw(heads) + options["sinks"]} if "sinks" in options else options
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), HEADS)
@@ -129,9 +59,6 @@ def test_attention_over_a_cache_of_less_precision(isa: str, dtype: torch.dtype, 
     rounded = attend(NATIVE, batch, q.to(half), seen)
     assert rounded.dtype == half
     torch.testing.assert_close(rounded, attend(REFERENCE, batch, q.to(half), seen), rtol=1e-2, atol=1e-3)
-
-
-TREES = {1: [-1, -1, 0, 0, 1, 3], 2: [-1, 0, 1], 4: [-1]}
 
 
 @pytest.mark.parametrize("window", [None, 40])
