@@ -83,7 +83,8 @@ def at_rest(server: Server) -> dict[str, float]:
     while True:
         found = server.metrics()
         names = ("llmx:num_requests_running", "llmx:num_requests_waiting", "llmx:kv_cache_usage_perc")
-        held = {name.removeprefix("llmx:"): found[name] for name in names}
+        # A busy engine's figures may be missing for once.
+        held = {name.removeprefix("llmx:"): found.get(name, float("inf")) for name in names}
         if not any(held.values()) or time.monotonic() > deadline:
             return held
         time.sleep(0.1)

@@ -86,10 +86,11 @@ class _Handler(BaseHTTPRequestHandler):
         if self.server.refusal is not None:
             self._send(*self.server.refusal)
             return
+        answer = self.server.answers.pop(0)  # also if nobody is there any more to hear it
         self.send_response(200)
         self.end_headers()
         self.wfile.write(b": a comment\n\n")
-        for piece in self.server.answers.pop(0):
+        for piece in answer:
             if piece is None:
                 self.server.over.wait(PATIENCE)
                 return

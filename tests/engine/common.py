@@ -264,7 +264,13 @@ def naive(of: Model, tokens: Sequence[int]) -> tuple[Tensor, dict[int, Tensor]]:
     config = of.config
 
     def weight(linear: Any) -> Tensor:
-        return torch.cat([segment.tensors["weight"].double() for segment in linear.segments])
+        return torch.cat([plain(segment, linear.n_in) for segment in linear.segments])
+
+    def plain(segment: Any, n_in: int) -> Tensor:
+        ((layout, held),) = segment.tensors.items()
+        if layout != "weight":  # as the C++ kernels have it
+            held = of.kernels.get("unpack_linear")(held, layout, segment.n_out, n_in)
+        return held.double()
 
     def norm(x: Tensor, by: Any) -> Tensor:
         return x / (x.pow(2).mean(-1, keepdim=True) + config.eps).sqrt() * by.weight.double()
