@@ -47,7 +47,7 @@ FLOATS = {"eps", "factor", "ceiling"}
 TENSORS = {"x", "residual", "out", "total", "q", "qkv"}  # of the activations' type
 POOLS = {"keys", "values"}
 TESTED = ((1, ""), (1, ", codes"), (0, ", low"), (0, ", tree"))
-FEW = {1: "decode", 16: "16 tokens", 0: "many"}
+FEW = {1: "decode", 8: "8 tokens", 16: "16 tokens", 0: "many"}
 
 
 @dataclass(frozen=True)
@@ -113,9 +113,9 @@ def attentions() -> Iterator[Case]:
     shapes += [(64, 3, "fp32", plain), (128, 4, "fp32", plain), (128, 4, "fp32", variants[-1]), (256, 2, "fp32", plain)]
     for dim, group, kind, flags in shapes:
         said = "".join(f", {flag.lower()}" for flag, on in flags.items() if on)
-        for few in (1, 16, 0):
+        for few in FEW:
             name = f"attention {FEW[few]}, {dim} x {group}{said}, {kind.replace('fp', 'f')}"
-            tested = (dim, group, kind) == (128, 4, "bf16") and (few, said) in TESTED
+            tested = (dim, group) == (128, 4) and (few, said) in (TESTED if kind == "bf16" else TESTED[:1])
             pool = "i8" if flags["CODES"] else kind
             yield Case(name, attention.attention_kernel, attend(few, group, dim, kind, flags), kind, pool, tested)
     for dim in (64, 80, 128, 256):

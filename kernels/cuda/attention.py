@@ -320,16 +320,21 @@ def shape(
     major: of the compute capability; before 9, warps don't multiply together.
     """
     padded = max(16, triton.next_power_of_2(dim))
-    small = padded > 128 or wide or tree
-    m = min(64, max(16, triton.next_power_of_2(few * group))) if few else 64 if small or major < 9 else 128
+    if wide:  # three tf32 products hold all their operands at once
+        m, n, stages = 16, 32, 1
+    else:
+        small = padded > 128 or tree
+        m = min(64, max(16, triton.next_power_of_2(few * group))) if few else 64 if small or major < 9 else 128
+        n = 32 if small else 64
+        stages = 2 if few and not codes and (m == 16 or padded > 128) else 3
     return {
         "DIM": dim,
         "D": padded,
         "M": m,
-        "N": 32 if small else 64,
-        "THREE": not few and not tree,
-        "num_warps": 8 if m * padded > 64 * 64 else 4,
-        "num_stages": 2 if few and not codes else 3,
+        "N": n,
+        "THREE": not (few or tree or wide),
+        "num_warps": 8 if m * padded > 64 * 64 or (wide and padded > 64) else 4,
+        "num_stages": stages,
     }
 
 

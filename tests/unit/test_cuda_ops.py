@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from op_cases import ROWS, SIZE, TREES, Pools, apart, attend, batch_of, draw, options_of, pools
+from op_cases import SIZE, TREES, Pools, apart, attend, batch_of, draw, options_of, pools
 from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed")
@@ -31,7 +31,7 @@ DEVICE = "cuda" if ON_CUDA else "cpu"
 TRITON, REFERENCE = Kernels(DEVICE, forced="cuda"), Kernels(DEVICE, forced="reference")
 BOTH = (TRITON, REFERENCE)
 CLOSE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}  # as parts of a result's length
-GENERAL = [(0, 1), (0, 70), (64, 1), (63, 3), (5, 66)]  # shorter than ROWS: the interpreter takes 10 ms for a tile
+GENERAL = [(0, 1), (0, 70), (64, 1), (63, 3)]  # shorter than ROWS: the interpreter takes 10 ms for a tile
 
 
 def here(batch: Any) -> Any:
@@ -130,7 +130,7 @@ def test_attention_of_chunks_and_decodes_in_one_batch(
     "options", [{"first": 1, "window": 100}, {"first": 3, "cap": 2.0}, {"window": 40, "sinks": 1.0}]
 )
 def test_attention_of_longer_rows(options: dict[str, Any]) -> None:
-    batch = here(batch_of(ROWS[:-1]))
+    batch = here(batch_of([(200, 3), (5, 66), (127, 1), (128, 20)]))
     check(batch, *problem(batch, 4, 1, 32), **options)
 
 
@@ -151,7 +151,7 @@ def test_attention_of_rows_that_decode(rows: int) -> None:
 @pytest.mark.parametrize("dtype", CLOSE)
 def test_attention_over_a_cache_of_less_precision(dtype: torch.dtype, pool: torch.dtype) -> None:
     batch = here(batch_of(GENERAL))
-    q, held = problem(batch, 6, 2, 64, pool)
+    q, held = problem(batch, 3, 1, 64, pool)
     check(batch, q.to(dtype), held)
 
 
@@ -213,8 +213,8 @@ def test_a_query_that_sees_nothing_gives_zeros_and_numbers_that_are_none_stay_so
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
 def test_a_model_writes_with_them_what_it_writes_without(kv_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine hands them what they take: a prompt longer than a program's share, a batch, and drafts."""
-    params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
-    asked = [[*range(5, 75)], [8, 9, 8, 9, 8]]
+    params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
+    asked = [[*range(5, 72)], [8, 9, 8, 9, 8]]
     made = pools_module.new_pools
     monkeypatch.setattr(  # they lie as on a CUDA device
         pools_module, "new_pools", lambda *asked: tuple(p if p is None else p.contiguous() for p in made(*asked))
