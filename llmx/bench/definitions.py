@@ -69,7 +69,8 @@ DEFINITIONS: dict[str, str] = {
     "comparison": "`serving` against each contender: 1 - ratio of their p99 of e2el, and ratio of output_throughput;"
     " medians over rounds, in which they take turns",
     "ceilings.read_bytes_per_second": "best of 5: bytes of a large tensor / time to sum it; same process and threads",
-    "ceilings.matmul_flops_per_second": "best of 5: 2 n^3 / time of an n x n matrix product in the compute dtype",
+    "ceilings.matmul_flops_per_second": "best of 5: 2 n^3 / time of torch's n x n matrix product in"
+    " matmul_dtype. Products with activations rounded to 8 bits can be faster, so a share may exceed 1",
     "ceilings.serving": "output tokens / max(steps x bytes of weights / read rate, 2 x parameters x tokens computed /"
     " matmul rate): as if each step read all weights once and did nothing else",
     "ceilings.prefill, ceilings.decode": "tokens / max(bytes of weights as computed with / read rate,"

@@ -233,6 +233,8 @@ def bound_line(part: str, limit: Limit) -> str:
         verdict = "the rest is attention, sampling and dispatch"
     elif share > 1.05:
         verdict = "more than all: much of the weights stays in the processor's caches"
+        if limit.by == "arithmetic":
+            verdict = "more than all: the ceiling is a float matrix product's; products of 8-bit numbers can be faster"
     return (
         f"{part} {what}: {rate}, measured here, allow {limit.tokens_per_second:,.1f} tokens/s; "
         f"{100 * share:.1f} % reached: {verdict}."

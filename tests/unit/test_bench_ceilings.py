@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from llmx.bench.ceilings import Ceilings, limit, measure_ceilings
+from llmx.bench.table import bound_line
 
 MACHINE = Ceilings(read=10e9, matmul=100e9, dtype="float32")
 
@@ -21,6 +22,17 @@ def test_a_long_prompt_is_bound_by_arithmetic() -> None:
     assert prompt.by == "arithmetic"
     assert prompt.tokens_per_second == pytest.approx(100e9 / 2e9)
     assert prompt.figures()["share_reached"] == pytest.approx(0.5)
+
+
+def test_more_than_a_ceiling_is_explained_by_what_bounds() -> None:
+    """Caches can't be why arithmetic outdoes its ceiling, nor 8-bit products why reads outdo theirs."""
+    prompt = limit(MACHINE, weight_bytes=4 * 10**9, parameters=10**9, tokens=512, reached=100.0)
+    assert "200.0 % reached" in bound_line("prefill", prompt)
+    assert "8-bit" in bound_line("prefill", prompt)
+    assert "caches" not in bound_line("prefill", prompt)
+    one = limit(MACHINE, weight_bytes=4 * 10**9, parameters=10**9, tokens=1, reached=5.0)
+    assert "caches" in bound_line("decode", one)
+    assert "8-bit" not in bound_line("decode", one)
 
 
 def test_the_rates_are_measured_on_the_named_device() -> None:
