@@ -11,6 +11,7 @@ import struct
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 
 from llmx.engine.messages import Message, decode, encode
 
@@ -86,6 +87,30 @@ def end_with_parent(parent: int) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # it ended before the kernel was told
             os._exit(0)
+
+
+@contextlib.contextmanager
+def signals_held() -> Iterator[None]:
+    """Signals whose handlers are Python functions wait until the context closes, and are handled then.
+
+    A handler may raise between any two statements: after a process was started, and before anybody who would end it
+    knows of it. Only the first thread handles signals; in others nothing happens.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    held = [number for number, handler in before.items() if callable(handler)]
+    for number in held:
+        signal.signal(number, lambda number, _: came.append(number))
+    try:
+        yield
+    finally:
+        for number in held:
+            signal.signal(number, before[number])
+        for number in came:
+            signal.raise_signal(number)
 
 
 class Process:

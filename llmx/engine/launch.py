@@ -11,7 +11,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Protocol
 
 from llmx.config import EngineConfig, EngineInfo
-from llmx.engine.channel import Process
+from llmx.engine.channel import Process, signals_held
 from llmx.engine.messages import Failed, Message, Progress, Ready, Start
 from llmx.errors import LlmxError, UsageError
 
@@ -76,16 +76,16 @@ class Spawned:
     """
 
     def __init__(self, config: EngineConfig, progress: Callable[[int, int], None] | None = None) -> None:
-        self._core = Process()
-        self.process = self._core.process
         self._outbox: SimpleQueue[Message | None] = SimpleQueue()
-        threading.Thread(target=self._write, name="llmx-outbox", daemon=True).start()
-        try:
+        with contextlib.ExitStack() as stack:
+            with signals_held():
+                self._core = Process()
+                stack.callback(self.close)
+            self.process = self._core.process
+            threading.Thread(target=self._write, name="llmx-outbox", daemon=True).start()
             self.send(Start(config))
             self.info = self._wait_ready(progress)
-        except BaseException:
-            self.close()
-            raise
+            stack.pop_all()  # nothing failed: it stays
 
     def _wait_ready(self, progress: Callable[[int, int], None] | None) -> EngineInfo:
         while True:

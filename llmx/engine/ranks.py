@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from llmx.config import EngineConfig
-from llmx.engine.channel import Process
+from llmx.engine.channel import Process, signals_held
 from llmx.engine.messages import Failed, Follow, Message, Present, Ready, Step
 from llmx.errors import LlmxError, UsageError
 from llmx.parallel.group import Ranks
@@ -31,8 +31,9 @@ class Followers:
             raise UsageError(f"--tp {size} needs as many CUDA devices; from {device} on there are {there}.")
         group = Ranks(0, size, device)
         for rank in range(1, size):
-            process = Process()
-            self._processes.append(process)
+            with signals_held():
+                process = Process()
+                self._processes.append(process)
             own = replace(self.config, device="cpu" if device.type == "cpu" else f"cuda:{first + rank}")
             process.send(Follow(own, rank, group.port))
         self._all_say(Present)  # waits here, where Ctrl-C and a death are noticed
