@@ -109,8 +109,8 @@ def signals_held() -> Iterator[None]:
     finally:
         for number in held:
             signal.signal(number, before[number])
-        for number in came:
-            signal.raise_signal(number)
+        for late in came:
+            signal.raise_signal(late)
 
 
 class Process:
