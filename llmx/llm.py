@@ -22,6 +22,7 @@ from llmx.device import yield_while_waiting
 from llmx.engine.launch import Client, InProcess, Spawned
 from llmx.engine.messages import Abort, Add, Ask, Failed, Measured, Message, Refused, Tokens
 from llmx.errors import LlmxError, RequestError, UsageError
+from llmx.formats.gguf import forget_metadata
 from llmx.formats.hub import DEMO, Located, pull
 from llmx.grammar import validate
 from llmx.tokenizer import Tokenizer, load_tokenizer
@@ -269,11 +270,16 @@ class LLM:
     ) -> None:
         self.config = config or EngineConfig(model=model, **engine)
         self.maybe_tokenizer: Tokenizer | None = None
-        if not self.config.model.startswith("random:"):
-            self.maybe_tokenizer = _tokenizer(pull(self.config.model, progress))
-            if chat_template is not None:
-                self.maybe_tokenizer.template = choose_template(self.maybe_tokenizer, chat_template)
-        self._client = _client(self.config, spawn, progress)
+        located = None if self.config.model.startswith("random:") else pull(self.config.model, progress)
+
+        def read_tokenizer() -> None:
+            if located is not None:
+                self.maybe_tokenizer = _tokenizer(located)
+                if chat_template is not None:
+                    self.maybe_tokenizer.template = choose_template(self.maybe_tokenizer, chat_template)
+
+        self._client = _client(self.config, spawn, progress, read_tokenizer)
+        forget_metadata()
         self.info: EngineInfo = self._client.info
         self.failed: str | None = None
         self._streams: dict[str, Stream] = {}
@@ -490,10 +496,13 @@ class LLM:
         wake(asleep)
 
 
-def _client(config: EngineConfig, spawn: bool, progress: Callable[[int, int], None] | None) -> Client:
+def _client(
+    config: EngineConfig, spawn: bool, progress: Callable[[int, int], None] | None, meanwhile: Callable[[], None]
+) -> Client:
     yield_while_waiting()
     if spawn:
-        return Spawned(config, progress)
+        return Spawned(config, progress, meanwhile)
+    meanwhile()  # first, for its errors come soon
     from llmx.engine.service import Core  # torch, which a front with a spawned core does without
 
     return InProcess(Core.load(config, progress))

@@ -75,7 +75,13 @@ class Spawned:
     It reads between two steps, and a long prompt is more than a socket holds: so a thread writes, and no sender waits.
     """
 
-    def __init__(self, config: EngineConfig, progress: Callable[[int, int], None] | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        progress: Callable[[int, int], None] | None = None,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> None:
+        """meanwhile: what there is to do here while the core loads there; if it fails, so does this."""
         self._outbox: SimpleQueue[Message | None] = SimpleQueue()
         with contextlib.ExitStack() as stack:
             with signals_held():
@@ -84,6 +90,7 @@ class Spawned:
             self.process = self._core.process
             threading.Thread(target=self._write, name="llmx-outbox", daemon=True).start()
             self.send(Start(config))
+            meanwhile()
             self.info = self._wait_ready(progress)
             stack.pop_all()  # nothing failed: it stays
 

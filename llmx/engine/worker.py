@@ -16,6 +16,7 @@ from llmx.config import EngineConfig, EngineInfo
 from llmx.engine.channel import Channel, end_with, end_with_parent
 from llmx.engine.messages import Failed, Follow, Present, Progress, Ready, Start, Step
 from llmx.errors import LlmxError
+from llmx.formats.gguf import forget_metadata
 
 if TYPE_CHECKING:
     import torch
@@ -71,6 +72,7 @@ def serve(channel: Channel, config: EngineConfig) -> None:
             channel.send(Progress(done, total))
 
     core = Core.load(config, progress)
+    forget_metadata()
     try:
         yield_to_front(core.info)
         channel.send(Ready(core.info))

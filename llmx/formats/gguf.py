@@ -7,12 +7,14 @@ Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 
 from __future__ import annotations
 
+import hashlib
 import re
 import struct
 from collections.abc import Mapping
 from itertools import pairwise
 from math import prod
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from llmx.errors import UsageError
@@ -88,8 +90,38 @@ def open_gguf(path: Path) -> Gguf:
 def _open_part(path: Path) -> Gguf:
     cursor = _Cursor(MappedFile(path))
     tensors, pairs = _read_header(cursor)
-    metadata = _read_metadata(cursor, pairs)
+    metadata = _remembered(cursor) or _read_metadata(cursor, pairs)
+    _remember(cursor, metadata)
     return Gguf(path, metadata, _read_tensors(cursor, tensors, _alignment(Fields(metadata, cursor.name))))
+
+
+# Metadata of the file read last, by where it ends and by the hash of the bytes up to there: a command opens its file
+# for the checks, the model and the tokenizer, and to read a vocabulary takes a hundred times as long as to hash it.
+_last_read: dict[tuple[int, bytes], Mapping[str, Any]] = {}
+
+
+def _remembered(cursor: _Cursor) -> Mapping[str, Any] | None:
+    for (end, digest), metadata in tuple(_last_read.items()):
+        if end <= cursor.file.size and _digest(cursor, end) == digest:
+            cursor.at = end
+            return metadata
+    return None
+
+
+def _remember(cursor: _Cursor, metadata: Mapping[str, Any]) -> None:
+    key = cursor.at, _digest(cursor, cursor.at)
+    _last_read.clear()
+    _last_read[key] = metadata
+
+
+def _digest(cursor: _Cursor, end: int) -> bytes:
+    with memoryview(cursor.data) as data, data[:end] as head:
+        return hashlib.blake2b(head).digest()
+
+
+def forget_metadata() -> None:
+    """Frees what is remembered of the file that was read last: once a model is loaded nobody opens it again."""
+    _last_read.clear()
 
 
 class _Cursor:
@@ -161,7 +193,7 @@ def _read_header(cursor: _Cursor) -> tuple[int, int]:
     return tensors, pairs
 
 
-def _read_metadata(cursor: _Cursor, pairs: int) -> dict[str, Any]:
+def _read_metadata(cursor: _Cursor, pairs: int) -> Mapping[str, Any]:
     metadata: dict[str, Any] = {}
     for index in range(pairs):
         key = cursor.text(f"metadata key {index}", MAX_NAME)
@@ -171,7 +203,7 @@ def _read_metadata(cursor: _Cursor, pairs: int) -> dict[str, Any]:
             raise cursor.error(f"metadata key {shown(key)} appears twice")
         what = f"metadata {shown(key)}"
         metadata[key] = _read_value(cursor, cursor.number("I", f"the type of {what}"), what)
-    return metadata
+    return MappingProxyType(metadata)
 
 
 def _read_value(cursor: _Cursor, code: int, what: str) -> Any:

@@ -15,7 +15,7 @@ import weight_files as wf
 from weight_files import Tensor
 
 from llmx.errors import UsageError
-from llmx.formats.gguf import TYPES, open_gguf
+from llmx.formats.gguf import TYPES, forget_metadata, open_gguf
 
 
 def write(tmp_path: Path, data: bytes) -> Path:
@@ -285,3 +285,15 @@ def test_a_damaged_file_is_refused_or_read_and_never_anything_else(oracle_file: 
             for name in ours.names():
                 assert ours.read(name).nbytes == ours.stored(name).nbytes
     assert 100 < refused < 600
+
+
+def test_metadata_is_read_once_while_its_bytes_stay_the_same(oracle_file: Path) -> None:
+    forget_metadata()
+    first = open_gguf(oracle_file)
+    assert open_gguf(oracle_file).metadata is first.metadata
+    data = oracle_file.read_bytes()
+    changed = data.replace(b"\xc8", b"\xc9", 1)  # x.u8 was 200
+    assert open_gguf(write(oracle_file.parent, changed)).metadata["x.u8"] == 201
+    assert open_gguf(write(oracle_file.parent, data)).metadata["x.u8"] == 200
+    forget_metadata()
+    assert open_gguf(oracle_file).metadata is not first.metadata
