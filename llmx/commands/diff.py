@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json as jsonlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -59,14 +61,15 @@ def diff(
     config = o.engine_config(
         a, dtype=dtype, device=device, kv_cache_dtype=kv_cache_dtype, activations=activations, threads=threads, seed=0
     )
-    other = replace(
-        config,
-        model=b or a,
-        dtype=dtype_b or dtype,
-        device=device_b or device,
-        kv_cache_dtype=kv_cache_dtype_b or kv_cache_dtype,
-        activations=activations_b or activations,
-    )
+    with _said_of("B"):
+        other = replace(
+            config,
+            model=b or a,
+            dtype=dtype_b or dtype,
+            device=device_b or device,
+            kv_cache_dtype=kv_cache_dtype_b or kv_cache_dtype,
+            activations=activations_b or activations,
+        )
     given = None if ids is None else _ids(ids)
     for name in dict.fromkeys((config.model, other.model)):
         ready(name)
@@ -80,9 +83,12 @@ def diff(
     from llmx.inspect.side import Side
     from llmx.report import Report
 
-    sides = Side(config, kernels_a), Side(other, kernels_b or kernels_a)
+    with _said_of("A"):
+        first = Side(config, kernels_a)
+    with _said_of("B"):
+        second = Side(other, kernels_b or kernels_a)
     with ticker() as say:
-        found = compare(*sides, prompt=prompt, ids=given, tokens=tokens, tolerance=tolerance, say=say)
+        found = compare(first, second, prompt=prompt, ids=given, tokens=tokens, tolerance=tolerance, say=say)
     facts = {"name": a, **weights[0], "b": {"name": other.model, **weights[1]}}
     report = Report("diff", figures(found), model=facts, definitions=DEFINITIONS | formulae, started=started)
     if json == Path("-"):
@@ -94,6 +100,15 @@ def diff(
         report.write_json(json)
     if found.differs:
         raise CheckFailed(found.sentence())
+
+
+@contextmanager
+def _said_of(side: str) -> Iterator[None]:
+    """Errors in here name the side whose option is wrong."""
+    try:
+        yield
+    except UsageError as error:
+        raise UsageError(f"Of {side}: {error.message}", error.hint) from None
 
 
 def _ids(text: str) -> list[int]:

@@ -80,7 +80,9 @@ def test_tokenizers_that_part_are_said_first(tmp_path: Path) -> None:
         (["nowhere/at/all"], "nowhere/at/all"),
         (["random:tiny", "--ids", "1,x"], "--ids must be whole numbers"),
         (["random:tiny", "--ids", "999999"], "--ids must be token ids between 0 and 255"),
-        (["random:tiny", "--dtype-b", "int3"], "--dtype int3 is not built"),
+        (["random:tiny", "--dtype-b", "int3"], "Of B: --dtype int3 is not built"),
+        (["random:tiny", "--kernels-b", "abacus"], "Of B: --kernels abacus is not a backend"),
+        (["random:tiny", "--kernels-a", "abacus"], "Of A: --kernels abacus is not a backend"),
         (["random:tiny", "--tokens", "5000"], "--tokens"),
     ],
 )
