@@ -14,7 +14,7 @@ from llmx.schemes.base import Scheme
 if TYPE_CHECKING:
     from llmx.formats.checkpoint import Stored
 
-HELPERS = frozenset({"base", "blocks", "grids"})
+HELPERS = frozenset({"base", "blocks", "grid", "grids", "awq", "gptq", "compressed", "fp8"})
 
 
 @functools.cache

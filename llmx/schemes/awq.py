@@ -1,0 +1,50 @@
+"""AWQ as AutoAWQ's GEMM version stores it: 4 bits, inputs down and outputs across, a scale and a zero for each run.
+
+`qweight` int32 (n_in, n_out/8); `qzeros` int32 (groups, n_out/8); `scales` float16 (groups, n_out). A word holds eight
+outputs, 0, 2, 4, 6, 1, 3, 5, 7, lowest bits first. A weight is (code - zero) * scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from llmx.errors import UsageError
+from llmx.schemes.grid import Grid, from_words, to_words
+
+ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which of eight outputs is where in a word
+BACK = tuple(ORDER.index(i) for i in range(8))
+BITS = 4
+
+
+def store(grid: Grid) -> dict[str, Tensor]:
+    """What AutoAWQ's files hold of a linear. UsageError where the format has no place for it."""
+    n_out = grid.codes.shape[0]
+    if grid.bits != BITS:
+        raise UsageError(f"AWQ files hold weights of 4 bits, not {grid.bits}.")
+    if n_out % 8:
+        raise UsageError(f"AWQ files store 8 outputs together, so {n_out} do not fit.")
+    return {
+        "qweight": _across(grid.codes),
+        "qzeros": _across(grid.zeros),
+        "scales": grid.scales.half().T.contiguous(),
+    }
+
+
+def read(tensors: Mapping[str, Tensor]) -> Grid:
+    """The inverse of `store`."""
+    scales = tensors["scales"].T.float().contiguous()
+    codes, zeros = (_down(tensors[name]) for name in ("qweight", "qzeros"))
+    return Grid(codes, scales, zeros, BITS, codes.shape[1] // scales.shape[1])
+
+
+def _across(numbers: Tensor) -> Tensor:
+    """uint8 (n_out, n) -> int32 (n, n_out/8)"""
+    return to_words(numbers.T.unflatten(1, (-1, 8))[..., ORDER], BITS).flatten(1)
+
+
+def _down(packed: Tensor) -> Tensor:
+    """int32 (n, n_out/8) -> uint8 (n_out, n)"""
+    n, words = packed.shape
+    return from_words(packed[..., None], BITS, 8)[..., BACK].reshape(n, 8 * words).T.contiguous()
