@@ -49,6 +49,11 @@ class Load:
         path, body = request(self.draw, self.options.max_tokens)
         self.answers.append(await self.server.ask(path, body | {"n": 1, "ignore_eos": True}))
 
+    async def some(self, count: int) -> None:
+        """One after the other."""
+        for _ in range(count):
+            await self.one()
+
     async def closed(self, clients: int) -> float:
         """Requests a second, of so many clients that wait for their answers."""
         began = time.monotonic()
@@ -87,6 +92,7 @@ class Load:
 
 def measure(server: Server, options: argparse.Namespace) -> dict[str, Any]:
     full, over = Load(server, options), Load(server, options)
+    asyncio.run(Load(server, options).some(8))  # the first of each kind may have something to prepare
     rate = asyncio.run(full.closed(options.seats + options.queue))
     say(f"{rate:.1f} requests a second fill it; now {options.factor:g} times as many")
     before = server.memory()

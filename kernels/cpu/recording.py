@@ -95,6 +95,11 @@ class _Watch(TorchDispatchMode):
 
     refused: str | None
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """False: else torch imports its compiler, which takes seconds, at the first op that is watched."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func._schema.name

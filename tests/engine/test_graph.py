@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -239,3 +241,17 @@ def test_logits_after_a_replay_do_not_change_with_the_next_one() -> None:
     run.run([replace(request, id=request.id + "x") for request in few()])
     assert run.graphs.replays > 5
     assert all(torch.equal(now, then) for now, then in kept)
+
+
+def test_recording_does_not_import_torchs_compiler() -> None:
+    """It takes seconds, and the first request would wait for it."""
+    program = """
+import sys
+from llmx import LLM, SamplingParams
+with LLM("random:tiny", device="cpu") as llm:
+    llm.generate([[1, 2, 3]], SamplingParams(max_tokens=8, temperature=0, ignore_eos=True))
+    assert llm._client.core.engine.graphs.replays > 0
+print([name for name in ("torch._dynamo", "torch._inductor", "sympy") if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.stdout, done.returncode) == ("[]\n", 0), done.stderr
