@@ -35,6 +35,7 @@ from llmx.schemes.base import (
     join,
     pad,
     ranges,
+    repeat,
     row_axes,
     weight_dtype,
 )
@@ -250,18 +251,21 @@ class CheckpointWeights(_Loader):
         bias = group.pop("bias", None)
         if not group:
             raise self._missing(self._names.stored(name, "weight"))
-        scheme = find(name, group)
+        scheme = find(name, group, self._checkpoint.quantization)
+        for suffix in scheme.unread & set(group):
+            self._asked_for(group.pop(suffix))
         out = Kind.VOCAB if Kind.VOCAB in spans else Kind.OUT
         _check_shape(name, scheme.shape(group), (spans[out].total, spans[Kind.IN].total))
-        layout = scheme.axes(group) if out is Kind.OUT else as_vocabulary(scheme.axes(group))
+        layout = dict(scheme.axes(group) if out is Kind.OUT else as_vocabulary(scheme.axes(group)))
         self._found.add(scheme.name)
         self.parameters += prod(scheme.shape(group))
         order = self._row_order(name, spans[out])
         tensors = {}
         for suffix, stored in group.items():
             _check_axes(stored, layout[suffix], spans)
-            tensor = self._read(stored, ranges(name, layout[suffix], spans))
-            tensors[suffix] = _reorder(pad(tensor, layout[suffix], spans), layout[suffix], order)
+            read = self._read(stored, ranges(name, layout[suffix], spans, cover=True))
+            read, layout[suffix] = repeat(read, layout[suffix], spans)
+            tensors[suffix] = _reorder(pad(read, layout[suffix], spans), layout[suffix], order)
         read_bias = None if bias is None else self._bias(bias, spans[out], order)
         return Piece(scheme, layout, tensors, spans[out].size, read_bias)
 
@@ -280,13 +284,16 @@ class CheckpointWeights(_Loader):
 
     def _read(self, stored: Stored, slices: Mapping[int, tuple[int, int]]) -> Tensor:
         tensor = self._checkpoint.read(stored.name, slices)
+        self._asked_for(stored)
+        self.bytes += tensor.numel() * tensor.element_size()
+        return tensor.to(self.device)
+
+    def _asked_for(self, stored: Stored) -> None:
         if stored.name not in self._asked:
             self._asked.add(stored.name)
             self._done += stored.nbytes
             if self._progress is not None:
                 self._progress(self._done, self._total)
-        self.bytes += tensor.numel() * tensor.element_size()
-        return tensor.to(self.device)
 
     def _row_order(self, name: str, span: Span) -> Tensor | None:
         """For rows stored as (head, pair, half) instead of (head, half, pair): which stored row is each output."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -50,9 +52,19 @@ def random_blocks(kind: str, *shape: int, seed: int = 0) -> Tensor:
     return pool(kind)[index].flatten(-2)
 
 
-def write(folder: Path, tensors: Mapping[str, Tensor], kinds: Mapping[str, str] | None = None) -> Checkpoint:
-    """A safetensors folder; if `kinds` (by tensor name) has GGUF's block types, a GGUF file, whose blocks are uint8."""
+def write(
+    folder: Path,
+    tensors: Mapping[str, Tensor],
+    kinds: Mapping[str, str] | None = None,
+    quantization: Mapping[str, Any] | None = None,
+) -> Checkpoint:
+    """A safetensors folder; if `kinds` (by tensor name) has GGUF's block types, a GGUF file, whose blocks are uint8.
+
+    `quantization`: the config's quantization_config.
+    """
     folder.mkdir(parents=True, exist_ok=True)
+    if quantization is not None:
+        (folder / "config.json").write_text(json.dumps({"quantization_config": quantization}))
     kinds = kinds or {}
     if not any(is_block(kind) for kind in kinds.values()):
         safetensors.torch.save_file({name: t.contiguous() for name, t in tensors.items()}, folder / "model.safetensors")

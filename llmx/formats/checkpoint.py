@@ -16,6 +16,8 @@ from llmx.errors import LlmxError, UsageError
 if TYPE_CHECKING:
     import torch
 
+    from llmx.formats.quantization import Quantization
+
 Slices = Mapping[int, tuple[int, int]]
 WHOLE: Slices = MappingProxyType({})
 MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Linux's value; Python names it from 3.13 on
@@ -66,10 +68,14 @@ class Stored:
 
 
 class Checkpoint(Protocol):
-    """An open, checked weight file or set of files. `bytes_read`: sum of the bytes of all slices handed out."""
+    """An open, checked weight file or set of files. `bytes_read`: sum of the bytes of all slices handed out.
+
+    `quantization`: how its linears are stored, where the tensors do not say it all and a config beside them does.
+    """
 
     kind: str
     bytes_read: int
+    quantization: Quantization | None
 
     def names(self) -> Sequence[str]:
         """Names of all stored tensors, in the order of the file."""
@@ -126,8 +132,8 @@ class Region:
 class MappedCheckpoint:
     """A Checkpoint over regions of mapped files, whose bounds the format's own reader has checked."""
 
-    def __init__(self, kind: str, regions: Mapping[str, Region]) -> None:
-        self.kind = kind
+    def __init__(self, kind: str, regions: Mapping[str, Region], quantization: Quantization | None = None) -> None:
+        self.kind, self.quantization = kind, quantization
         self.bytes_read = 0
         self._regions = regions
 

@@ -11,6 +11,8 @@ from pathlib import Path
 from llmx.errors import UsageError
 from llmx.formats.checkpoint import PLAIN, MappedCheckpoint, MappedFile, Region, Stored, by
 from llmx.formats.fields import Fields, load_json, parse_json, shown
+from llmx.formats.quantization import of_folder
+from llmx.formats.quantized import check
 
 HEADER_LIMIT = 16 * 2**20  # bytes: about 120,000 tensors in one file
 MAX_DIMS = 8
@@ -18,15 +20,24 @@ PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
 
 def open_safetensors(folder: Path) -> MappedCheckpoint:
-    """The weights of a Hugging Face folder: `model.safetensors`, the shards that its index names, or the only file."""
+    """The weights of a Hugging Face folder: `model.safetensors`, the shards that its index names, or the only file.
+
+    Tensors of quantised linears are compared with what the folder's config says of them.
+    """
+    checkpoint = MappedCheckpoint("safetensors", _regions(folder), of_folder(folder))
+    check(checkpoint)
+    return checkpoint
+
+
+def _regions(folder: Path) -> dict[str, Region]:
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.is_file():
-        return MappedCheckpoint("safetensors", _read_file(single))
+        return _read_file(single)
     if index.is_file():
-        return MappedCheckpoint("safetensors", _read_shards(folder, index))
+        return _read_shards(folder, index)
     files = sorted(folder.glob("*.safetensors"))
     if len(files) == 1:
-        return MappedCheckpoint("safetensors", _read_file(files[0]))
+        return _read_file(files[0])
     if files:
         raise UsageError(
             f"{folder} holds {len(files)} safetensors files and no {index.name} that says what is in each."

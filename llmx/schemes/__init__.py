@@ -13,8 +13,9 @@ from llmx.schemes.base import Scheme
 
 if TYPE_CHECKING:
     from llmx.formats.checkpoint import Stored
+    from llmx.formats.quantization import Quantization
 
-HELPERS = frozenset({"base", "blocks", "grid", "grids", "awq", "gptq", "compressed", "fp8"})
+HELPERS = frozenset({"base", "blocks", "grid", "grids", "whole"})
 
 
 @functools.cache
@@ -24,9 +25,17 @@ def schemes() -> Mapping[str, Scheme]:
     return {name: importlib.import_module(f"{__name__}.{name}").SCHEME for name in names}
 
 
-def find(where: str, stored: Mapping[str, Stored]) -> Scheme:
+@functools.cache
+def for_checkpoint(quantization: Quantization | None) -> tuple[Scheme, ...]:
+    """The schemes as a checkpoint's config sets them up, the same ones each time."""
+    if quantization is None:
+        return tuple(schemes().values())
+    return tuple(one for scheme in schemes().values() for one in scheme.configured(quantization))
+
+
+def find(where: str, stored: Mapping[str, Stored], quantization: Quantization | None = None) -> Scheme:
     """The scheme that these tensors of linear `where` are in, `bias` not among them. UsageError if none is built."""
-    for scheme in schemes().values():
+    for scheme in for_checkpoint(quantization):
         if scheme.matches(stored):
             return scheme
     kinds = ", ".join(f"{name} ({tensor.kind})" for name, tensor in sorted(stored.items()))

@@ -7,11 +7,18 @@ outputs, 0, 2, 4, 6, 1, 3, 5, 7, lowest bits first. A weight is (code - zero) * 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from llmx.errors import UsageError
+from llmx.schemes.base import Axis, Case, Kind, Layout, Tensors
 from llmx.schemes.grid import Grid, from_words, to_words
+from llmx.schemes.whole import Wholes, WholeScheme, around_zero, runs
+
+if TYPE_CHECKING:
+    from llmx.formats.checkpoint import Stored
 
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which of eight outputs is where in a word
 BACK = tuple(ORDER.index(i) for i in range(8))
@@ -48,3 +55,45 @@ def _down(packed: Tensor) -> Tensor:
     """int32 (n, n_out/8) -> uint8 (n_out, n)"""
     n, words = packed.shape
     return from_words(packed[..., None], BITS, 8)[..., BACK].reshape(n, 8 * words).T.contiguous()
+
+
+class AWQ(WholeScheme):
+    """Of any group size: the shapes say it."""
+
+    name = "awq"
+    cases = (
+        Case("I32", 0.1, stacked=False, config={"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}),
+    )
+
+    def matches(self, stored: Mapping[str, Stored]) -> bool:
+        if set(stored) != {"qweight", "qzeros", "scales"} or any(len(one.shape) != 2 for one in stored.values()):
+            return False
+        return stored["qweight"].shape[1] * 8 == stored["scales"].shape[1]
+
+    def shape(self, stored: Mapping[str, Stored]) -> tuple[int, ...]:
+        return stored["scales"].shape[1], stored["qweight"].shape[0]
+
+    def axes(self, stored: Mapping[str, Stored]) -> Layout:
+        group = Axis(Kind.IN, 1, max(1, stored["qweight"].shape[0] // stored["scales"].shape[0]), same=True)
+        return {
+            "qweight": (Axis(Kind.IN), Axis(Kind.OUT, 1, 8)),
+            "qzeros": (group, Axis(Kind.OUT, 1, 8)),
+            "scales": (group, Axis(Kind.OUT)),
+        }
+
+    def wholes(self, tensors: Tensors) -> Wholes:
+        scales = tensors["scales"].T
+        codes, zeros = (_down(tensors[name]) for name in ("qweight", "qzeros"))
+        n_in, groups = codes.shape[1], scales.shape[1]
+        index = runs(n_in, groups, max(1, n_in // groups), scales.device)
+        return Wholes(codes.to(torch.int8) - zeros.to(torch.int8)[:, index], scales, index)
+
+    def limits(self, tensors: Tensors) -> tuple[int, int]:
+        zeros = _down(tensors["qzeros"])
+        return -int(zeros.max()), (1 << BITS) - 1 - int(zeros.min())
+
+    def pack(self, weight: Tensor, kind: str) -> dict[str, Tensor]:
+        return store(around_zero(weight, BITS, 32, torch.float16))
+
+
+SCHEME = AWQ()

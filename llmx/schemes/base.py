@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from math import gcd, lcm
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -18,6 +19,7 @@ from llmx.errors import UsageError
 
 if TYPE_CHECKING:
     from llmx.formats.checkpoint import Stored
+    from llmx.formats.quantization import Quantization
 
 CHUNK = 1 << 24  # weights that `prepare` unpacks at a time: bounds its temporaries to a few times 64 MiB
 
@@ -49,13 +51,15 @@ class Axis:
     """One axis of a stored tensor: `elements` stored elements hold `features` features, which can't be cut apart.
 
     The pair is no fraction: 34 bytes hold 32 weights of GGUF's Q8_0, and 17 bytes hold no 16. With `ceil` the last
-    elements may stand for fewer features (576 inputs have 5 scales of 128 each); else all are whole.
+    elements may stand for fewer features (576 inputs have 5 scales of 128 each); else all are whole. With `same` an
+    element says the same of each of its features (a scale does), so that repeating it allows any cut.
     """
 
     kind: Kind
     elements: int = 1
     features: int = 1
     ceil: bool = False
+    same: bool = False
 
     def at(self, feature: int, total: int) -> int | None:
         """The stored element that begins at `feature`; None where that is inside a group."""
@@ -89,8 +93,11 @@ class KernelTable(Protocol):
     def has(self, op: str) -> bool: ...
 
 
-def ranges(where: str, dims: Dims, spans: Mapping[Kind, Span]) -> dict[int, tuple[int, int]]:
-    """Stored elements [start, stop) per axis that holds one of `spans`. UsageError if a span cuts a stored element."""
+def ranges(where: str, dims: Dims, spans: Mapping[Kind, Span], cover: bool = False) -> dict[int, tuple[int, int]]:
+    """Stored elements [start, stop) per axis that holds one of `spans`. UsageError if a span cuts a stored element.
+
+    `cover`: elements that `repeat` can take apart are cut, and count as in the span with any of their features.
+    """
     found = {}
     for index, axis in enumerate(dims):
         if isinstance(axis, int) or axis.kind not in spans:
@@ -100,6 +107,8 @@ def ranges(where: str, dims: Dims, spans: Mapping[Kind, Span]) -> dict[int, tupl
         if axis.kind is Kind.VOCAB:
             low, high = min(low, span.total), min(high, span.total)
         start, stop = axis.at(low, span.total), axis.at(high, span.total)
+        if cover and axis.same:
+            start, stop = low // axis.features, axis.length(high)
         if start is None or stop is None:
             whole = axis.features
             raise UsageError(
@@ -109,6 +118,25 @@ def ranges(where: str, dims: Dims, spans: Mapping[Kind, Span]) -> dict[int, tupl
             )
         found[index] = (start, stop)
     return found
+
+
+def repeat(tensor: Tensor, dims: Dims, spans: Mapping[Kind, Span]) -> tuple[Tensor, Dims]:
+    """What `ranges` read to cover the spans, cut to them; and its axes: elements that were cut are repeated.
+
+    Then each stands for as many features as divide every part of an element that was cut.
+    """
+    axes = list(dims)
+    for index, axis in enumerate(dims):
+        if isinstance(axis, int) or not axis.same or axis.kind not in spans:
+            continue
+        span, size = spans[axis.kind], axis.features
+        low, high = span.low, min(span.high, span.total)
+        if axis.at(low, span.total) is not None and axis.at(high, span.total) is not None:
+            continue
+        fine = gcd(size, low, high - low, span.size)
+        tensor = tensor.repeat_interleave(size // fine, index).narrow(index, low % size // fine, (high - low) // fine)
+        axes[index] = replace(axis, features=fine)
+    return tensor, tuple(axes)
 
 
 def narrow(tensors: Tensors, layout: Layout, spans: Mapping[Kind, Span]) -> dict[str, Tensor]:
@@ -193,12 +221,16 @@ class Case:
     Its attention has `heads` heads, `head_dim` wide; its MLP is `inner` wide; both are cut for 1, 2 and 3 ranks, and
     `hidden`, the width of its state, is not. `error`: largest root mean square error of packing, relative to the
     weights' own (0: exact); None: this version does not pack `kind`. `stacked`: whether the weights of several experts
-    may be stored as one tensor.
+    may be stored as one tensor. `rows`: outputs of a matrix whose cuts are tried. `merges`: whether the tensors of two
+    linears always fit into one. `config`: the quantization_config that says what the tensors don't.
     """
 
     kind: str
     error: float | None
     stacked: bool = True
+    rows: int = 96
+    merges: bool = True
+    config: Mapping[str, Any] | None = None
     hidden: int = 192
     heads: int = 6
     head_dim: int = 32
@@ -211,10 +243,18 @@ class Scheme(ABC):
     name: str
     cases: Sequence[Case]
     whole_numbers = False  # weights are small whole numbers times scales: rows may be rounded to 8 bits for them
+    unread: frozenset[str] = frozenset()  # tensors that say nothing of the weights, such as scales of activations
+
+    def configured(self, quantization: Quantization) -> Sequence[Scheme]:
+        """This scheme as a checkpoint with such a config has it: one for each way that it stores linears in it."""
+        return (self,)
 
     @abstractmethod
     def matches(self, stored: Mapping[str, Stored]) -> bool:
-        """Whether these tensors (by the last component of their names, without `bias`) are a linear in this scheme."""
+        """Whether these tensors (by the last component of their names, without `bias`) are a linear in this scheme.
+
+        Tensors that it names as `unread` may be among them.
+        """
 
     @abstractmethod
     def shape(self, stored: Mapping[str, Stored]) -> tuple[int, ...]:
@@ -241,7 +281,7 @@ class Scheme(ABC):
 
         Then the one tensor's name is that of the kernel's layout.
         """
-        if kernels.has("linear_packed") and row_axes(layout) is not None:
+        if kernels.has("linear_packed") and in_steps(layout, tensors) is not None:
             return self.pack_for_kernel(tensors, layout, kernels)
         return {"weight": self._unpack_in_steps(tensors, layout, dtype)}
 
@@ -269,21 +309,34 @@ class Scheme(ABC):
         return result
 
     def _unpack_in_steps(self, tensors: Tensors, layout: Layout, dtype: torch.dtype) -> Tensor:
-        """`unpack`, some rows at a time where the tensors can be cut between any two rows, to bound temporaries."""
-        rows = row_axes(layout)
-        if rows is None:
+        """`unpack`, some rows at a time where the tensors can be cut between rows, to bound temporaries."""
+        steps = in_steps(layout, tensors)
+        if steps is None:
             return self.unpack(tensors, dtype)
-        name, axis = next(iter(rows.items()))
-        n_out = tensors[name].shape[axis]
-        n_in = self.unpack({k: t.narrow(rows[k], 0, min(1, n_out)) for k, t in tensors.items()}, dtype).shape[-1]
-        step = max(1, CHUNK // max(1, n_in))
+        kind, n_out, grain = steps
+        few = narrow(tensors, layout, {kind: Span(0, min(grain, n_out), n_out)})
+        n_in = self.unpack(few, dtype).shape[-1]
+        step = max(1, CHUNK // max(1, n_in * grain)) * grain
         if step >= n_out:
             return self.unpack(tensors, dtype)
-        result = torch.empty(n_out, n_in, dtype=dtype, device=tensors[name].device)
+        result = torch.empty(n_out, n_in, dtype=dtype, device=next(iter(tensors.values())).device)
         for low in range(0, n_out, step):
-            part = {k: t.narrow(rows[k], low, min(step, n_out - low)) for k, t in tensors.items()}
-            result[low : low + step] = self.unpack(part, dtype)
+            high = min(low + step, n_out)
+            result[low:high] = self.unpack(narrow(tensors, layout, {kind: Span(low, high, n_out)}), dtype)
         return result
+
+
+def in_steps(layout: Layout, tensors: Tensors) -> tuple[Kind, int, int] | None:
+    """(OUT or VOCAB, outputs, how many of them all tensors keep together); None for stacked experts."""
+    axes = [axis for dims in layout.values() for axis in dims if isinstance(axis, Axis)]
+    if any(axis.kind is Kind.EXPERT for axis in axes):
+        return None
+    for name, dims in layout.items():
+        for index, axis in enumerate(dims):
+            if isinstance(axis, Axis) and axis.kind in (Kind.OUT, Kind.VOCAB) and axis.single:
+                grain = lcm(*(other.features for other in axes if other.kind is axis.kind))
+                return axis.kind, tensors[name].shape[index], grain
+    return None
 
 
 def row_axes(layout: Layout) -> dict[str, int] | None:

@@ -7,15 +7,23 @@ Version 1 files hold zero - 1, with 2^bits - 1 for a zero of 0; version 2 files 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from llmx.errors import UsageError
+from llmx.schemes.base import Axis, Case, Dims, Kind, Layout, Scheme, Tensors
 from llmx.schemes.grid import Grid, even, from_words, to_words
+from llmx.schemes.whole import Wholes, WholeScheme, around_zero, run_size, runs, symmetric, word_axis
+
+if TYPE_CHECKING:
+    from llmx.formats.checkpoint import Stored
+    from llmx.formats.quantization import Quantization
 
 BITS = (2, 3, 4, 8)
+FORMATS = ("gptq", "gptq_v2")
 
 
 def store(grid: Grid, version: int) -> dict[str, Tensor]:
@@ -54,8 +62,74 @@ def read(tensors: Mapping[str, Tensor], version: int) -> Grid:
 def numbers(tensors: Mapping[str, Tensor], version: int) -> tuple[Tensor, Tensor, int]:
     """codes (n_out, n_in) and zeros (n_out, groups), uint8, and their bits."""
     n_out = tensors["scales"].shape[1]
-    bits = tensors["qzeros"].shape[1] * 32 // n_out
+    bits = _bits(tensors["qzeros"].shape, n_out)
     n_in = tensors["qweight"].shape[0] * 32 // bits
     codes = from_words(tensors["qweight"].T, bits, n_in)
     zeros = from_words(tensors["qzeros"], bits, n_out).T.contiguous()
     return codes, (zeros + 1 & (1 << bits) - 1 if version == 1 else zeros), bits
+
+
+def _case(bits: int, version: int, **options: Any) -> Case:
+    config = {"quant_method": "gptq", "bits": bits, "group_size": 32, "checkpoint_format": FORMATS[version - 1]}
+    return Case("I32", 0.19 if bits < 4 else 0.1, stacked=False, config=config, **options)
+
+
+class GPTQ(WholeScheme):
+    """Bits are seen from the shapes. With a `g_idx` all groups' scales stay with every part of the inputs."""
+
+    name = "gptq"
+    cases = (_case(4, 1), _case(4, 2), _case(8, 1), _case(3, 2, rows=192))
+
+    def __init__(self, version: int = 1, bits: int = 4, group: int | None = 32) -> None:
+        self.version, self.bits, self.group = version, bits, group
+
+    def configured(self, quantization: Quantization) -> Sequence[Scheme]:
+        rules = [rule for rule in quantization.rules if rule.format == "gptq"]
+        return [GPTQ(rule.version, rule.bits, rule.group) for rule in rules] or [self]
+
+    def matches(self, stored: Mapping[str, Stored]) -> bool:
+        needed = {"qweight", "qzeros", "scales"}
+        if set(stored) - {"g_idx"} != needed or any(len(stored[name].shape) != 2 for name in needed):
+            return False
+        return stored["qweight"].shape[1] == stored["scales"].shape[1]
+
+    def shape(self, stored: Mapping[str, Stored]) -> tuple[int, ...]:
+        n_out = stored["scales"].shape[1]
+        return n_out, stored["qweight"].shape[0] * 32 // _bits(stored["qzeros"].shape, n_out)
+
+    def axes(self, stored: Mapping[str, Stored]) -> Layout:
+        n_out, n_in = self.shape(stored)
+        groups = stored["scales"].shape[0]
+        bits = _bits(stored["qzeros"].shape, n_out)
+        codes = word_axis(Kind.IN, bits, n_in, stored["qweight"].shape[0])
+        zeros = word_axis(Kind.OUT, bits, n_out, stored["qzeros"].shape[1])
+        size = run_size(n_in, groups, self.group or n_in)
+        group = groups if "g_idx" in stored else Axis(Kind.IN, 1, size, ceil=True, same=True)
+        layout: dict[str, Dims] = {"qweight": (codes, Axis(Kind.OUT)), "qzeros": (group, zeros)}
+        layout["scales"] = (group, Axis(Kind.OUT))
+        if "g_idx" in stored:
+            layout["g_idx"] = (Axis(Kind.IN),)
+        return layout
+
+    def wholes(self, tensors: Tensors) -> Wholes:
+        codes, zeros, _ = numbers(tensors, self.version)
+        n_in, groups = codes.shape[1], zeros.shape[1]
+        in_order = runs(n_in, groups, self.group or n_in, codes.device)
+        index = tensors["g_idx"].long() if "g_idx" in tensors else in_order
+        return Wholes(codes.short() - zeros.short()[:, index], tensors["scales"].T, index)
+
+    def limits(self, tensors: Tensors) -> tuple[int, int]:
+        none = tensors["qweight"][:0]
+        _, zeros, bits = numbers({**tensors, "qweight": none}, self.version)
+        return -int(zeros.max()), (1 << bits) - 1 - int(zeros.min())
+
+    def pack(self, weight: Tensor, kind: str) -> dict[str, Tensor]:
+        quantise = symmetric if self.version == 1 else around_zero
+        return store(quantise(weight, self.bits, self.group or weight.shape[1], torch.float16), self.version)
+
+
+def _bits(zeros: tuple[int, ...], n_out: int) -> int:
+    return max(1, zeros[1] * 32 // max(1, n_out))
+
+
+SCHEME = GPTQ()

@@ -19,17 +19,29 @@ import llmx.schemes
 from llmx import loading
 from llmx.errors import UsageError
 from llmx.formats.checkpoint import Checkpoint, Stored
+from llmx.formats.fields import Fields
+from llmx.formats.quantization import read
 from llmx.kernels import Kernels
 from llmx.layers.linear import Linear
 from llmx.layers.weights import Part
 from llmx.loading import CheckpointWeights, Shard
-from llmx.schemes import HELPERS, schemes
+from llmx.schemes import HELPERS, for_checkpoint, schemes
 from llmx.schemes.base import Axis, Case, Dims, Kind, Layout, Scheme, Segment, Span, narrow, row_axes
 from llmx.schemes.dense import Dense
 from llmx.schemes.gguf_q8_0 import Q8_0
 
 FILES = sorted(p.stem for p in Path(llmx.schemes.__file__).parent.glob("*.py") if p.stem != "__init__")
-GRID = [pytest.param(s, c, id=f"{name}-{c.kind}") for name, s in schemes().items() for c in s.cases]
+
+
+def as_configured(scheme: Scheme, case: Case) -> Scheme:
+    """The scheme as a checkpoint's config sets it up, if the case has one."""
+    if case.config is None:
+        return scheme
+    (found,) = scheme.configured(read(Fields(case.config, "config.json")))
+    return found
+
+
+GRID = [pytest.param(as_configured(s, c), c, id=f"{name}-{c.kind}") for name, s in schemes().items() for c in s.cases]
 BLOCKS = [p for p in GRID if is_block(p.values[1].kind)]
 RANKS = [(1, 3), (2, 2), (2, 1), (3, 3), (3, 1)]  # ranks, key-value heads; with 1 of these the ranks replicate it
 VOCAB = 49  # neither 2 nor 3 ranks divide it
@@ -73,7 +85,7 @@ class Stage:
                 tensors[f"{name}.{suffix}"] = tensor
                 if is_block(case.kind) and suffix == "weight":
                     kinds[f"{name}.{suffix}"] = case.kind
-        return cls(scheme, case, write(folder, tensors, kinds), weights)
+        return cls(scheme, case, write(folder, tensors, kinds, case.config), weights)
 
     def load(self, rank: int, size: int, dtype: torch.dtype = torch.float32) -> CheckpointWeights:
         return CheckpointWeights(
@@ -82,7 +94,7 @@ class Stage:
 
     def bytes_of(self, name: str, kind: Kind, share: int, total: int) -> int:
         """Bytes of `share` of `total` features: all of a tensor that has no such axis."""
-        stored = stored_of(self.checkpoint, name)
+        stored = {k: v for k, v in stored_of(self.checkpoint, name).items() if k not in self.scheme.unread}
         cut = {
             k
             for k, dims in self.scheme.axes(stored).items()
@@ -97,7 +109,7 @@ def unpacked(linear: Linear) -> Tensor:
 
 def check_packing(scheme: Scheme, case: Case, folder: Path) -> None:
     """What is packed has the file's own shape, is close to the weights, and packs to the same bytes again."""
-    weight = randn(96, case.hidden)
+    weight = randn(case.rows, case.hidden)
     if case.error is None:
         with pytest.raises(UsageError, match=f"{case.kind}.* no quantizer"):
             scheme.pack(weight, case.kind)
@@ -120,14 +132,15 @@ def check_packing(scheme: Scheme, case: Case, folder: Path) -> None:
 
 def check_file(scheme: Scheme, case: Case, folder: Path) -> None:
     """The stored tensors are recognised, have the shape that was packed, and every axis has its declared length."""
-    stage = Stage.build(scheme, case, folder, {"a": (96, case.inner)})
+    stage = Stage.build(scheme, case, folder, {"a": (case.rows, case.inner)})
     stored = stored_of(stage.checkpoint, "a")
     assert scheme.matches(stored)
-    assert [s.name for s in schemes().values() if s.matches(stored)] == [scheme.name], "exactly one may recognise it"
-    assert scheme.shape(stored) == (96, case.inner)
+    known = for_checkpoint(stage.checkpoint.quantization)
+    assert [s.name for s in known if s.matches(stored)] == [scheme.name], "exactly one may recognise it"
+    assert scheme.shape(stored) == (case.rows, case.inner)
     layout = scheme.axes(stored)
-    assert set(layout) == set(stored)
-    features = {Kind.OUT: 96, Kind.IN: case.inner}
+    assert set(layout) == set(stored) - scheme.unread
+    features = {Kind.OUT: case.rows, Kind.IN: case.inner}
     for suffix, dims in layout.items():
         wanted = [a if isinstance(a, int) else a.at(features[a.kind], features[a.kind]) for a in dims]
         assert list(stored[suffix].read_shape) == wanted
@@ -153,7 +166,7 @@ def check_columns(scheme: Scheme, case: Case, folder: Path) -> None:
             expected = {n: stage.weights[n][starts[n] : starts[n] + rows[n]] for n in sizes}
             assert torch.equal(unpacked(qkv), torch.cat([expected[n] for n in heads]))
             assert torch.equal(unpacked(up), expected["up"])
-            assert len(qkv.segments) == 1, "equal neighbours merge"
+            assert len(qkv.segments) == (1 if case.merges else 3), "equal neighbours merge"
             read = sum(stage.bytes_of(n, Kind.OUT, rows[n], sizes[n][0]) for n in sizes)
             assert stage.checkpoint.bytes_read - before == read == weights.bytes
 
@@ -161,14 +174,15 @@ def check_columns(scheme: Scheme, case: Case, folder: Path) -> None:
 def check_rows(scheme: Scheme, case: Case, folder: Path) -> None:
     """A linear split by its inputs: this rank's columns, only its bytes read, and sums that give the whole."""
     hidden = case.head_dim * case.heads
-    stage = Stage.build(scheme, case, folder, {"o": (96, hidden), "down": (96, case.inner)})
+    rows = case.rows
+    stage = Stage.build(scheme, case, folder, {"o": (rows, hidden), "down": (rows, case.inner)})
     for ranks in (1, 2, 3):
-        total = torch.zeros(5, 96)
+        total = torch.zeros(5, rows)
         x = randn(5, case.inner, seed=9)
         for rank in range(ranks):
             weights = stage.load(rank, ranks)
             before = stage.checkpoint.bytes_read
-            out, down = weights.row("o", 96, hidden, case.heads), weights.row("down", 96, case.inner)
+            out, down = weights.row("o", rows, hidden, case.heads), weights.row("down", rows, case.inner)
             for name, linear, width in (("o", out, hidden), ("down", down, case.inner)):
                 assert torch.equal(unpacked(linear), stage.weights[name].chunk(ranks, 1)[rank])
                 assert linear.n_in == width // ranks
@@ -181,6 +195,12 @@ def check_rows(scheme: Scheme, case: Case, folder: Path) -> None:
 def check_vocabulary(scheme: Scheme, case: Case, folder: Path) -> None:
     """Embedding and head of a vocabulary that no number of ranks divides: zeros beyond it, only its bytes read."""
     hidden = case.hidden
+    if any(isinstance(a, Axis) and a.kind is Kind.OUT and not a.single for a in axes_of(scheme, case, folder)):
+        stage = Stage.build(scheme, case, folder, {"table": (case.rows, hidden)})
+        assert row_axes(scheme.axes(stored_of(stage.checkpoint, "table"))) is None
+        with pytest.raises(UsageError, match="row by row"):
+            stage.load(0, 1).embedding("table", case.rows, hidden)
+        return
     stage = Stage.build(scheme, case, folder, {"table": (VOCAB, hidden)})
     if row_axes(scheme.axes(stored_of(stage.checkpoint, "table"))) is None:
         with pytest.raises(UsageError, match="row by row"):
@@ -203,13 +223,18 @@ def check_vocabulary(scheme: Scheme, case: Case, folder: Path) -> None:
         assert not whole[VOCAB:].any()
 
 
+def axes_of(scheme: Scheme, case: Case, folder: Path) -> list[Axis | int]:
+    stage = Stage.build(scheme, case, folder / "whole", {"a": (case.rows, case.inner)})
+    return [axis for dims in scheme.axes(stored_of(stage.checkpoint, "a")).values() for axis in dims]
+
+
 def check_cuts(scheme: Scheme, case: Case, folder: Path) -> None:
     """Wherever the axes allow a cut, the part unpacks to that part of the weights; the finest cuts are fine enough."""
-    stage = Stage.build(scheme, case, folder, {"a": (96, case.inner)})
+    stage = Stage.build(scheme, case, folder, {"a": (case.rows, case.inner)})
     stored = stored_of(stage.checkpoint, "a")
     layout = scheme.axes(stored)
-    tensors = {suffix: stage.checkpoint.read(f"a.{suffix}") for suffix in stored}
-    for kind, total in ((Kind.OUT, 96), (Kind.IN, case.inner)):
+    tensors = {suffix: stage.checkpoint.read(f"a.{suffix}") for suffix in layout}
+    for kind, total in ((Kind.OUT, case.rows), (Kind.IN, case.inner)):
         allowed = [n for n in range(1, total) if all(_cuts(dims, kind, n, total) for dims in layout.values())]
         assert {total // 3, total // 2} <= set(allowed)
         for n in allowed:
@@ -239,27 +264,27 @@ def check_experts(scheme: Scheme, case: Case, folder: Path) -> None:
 
 def check_running(scheme: Scheme, case: Case, folder: Path) -> None:
     """`apply` is x Wᵀ + b with the unpacked weights, prepared or not, to the same bits, beside another scheme too."""
-    hidden = case.hidden
-    stage = Stage.build(scheme, case, folder, {"a": (64, hidden)})
+    hidden, rows = case.hidden, case.rows
+    stage = Stage.build(scheme, case, folder, {"a": (rows, hidden)})
     other = Dense()
     b = randn(40, hidden, seed=5).double()
     kernels = Kernels("cpu", "reference")
-    packed = {n.removeprefix("a."): stage.checkpoint.read(n) for n in stage.checkpoint.names()}
     layout = scheme.axes(stored_of(stage.checkpoint, "a"))
-    bias = randn(64, seed=6)
+    packed = {suffix: stage.checkpoint.read(f"a.{suffix}") for suffix in layout}
+    bias = randn(rows, seed=6)
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 1e-2)):
         x = randn(7, hidden, seed=7).to(dtype)
         second = Segment(other, 40, {"weight": (Axis(Kind.OUT), Axis(Kind.IN))}, {"weight": b.float()})
         results = []
         for tensors, prepared in ((packed, False), (scheme.prepare(packed, layout, torch.float32, kernels), True)):
-            first = Segment(scheme, 64, layout, tensors, bias, prepared)
+            first = Segment(scheme, rows, layout, tensors, bias, prepared)
             results.append(Linear([first, second, first], hidden, kernels)(x))
         assert torch.equal(*results)
         assert results[0].dtype == dtype
-        assert torch.equal(results[0][:, :64], results[0][:, 104:])
+        assert torch.equal(results[0][:, :rows], results[0][:, rows + 40 :])
         expected = functional.linear(x.double(), torch.cat([stage.weights["a"].double(), b]))
-        expected[:, :64] += bias.double()
-        worst = (results[0][:, :104].double() - expected).abs().max() / expected.abs().max()
+        expected[:, :rows] += bias.double()
+        worst = (results[0][:, : rows + 40].double() - expected).abs().max() / expected.abs().max()
         assert float(worst) < tolerance
 
 
@@ -400,7 +425,7 @@ FAULTS = [
 
 def caught(scheme: Scheme, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the checks that fail when the loader uses `scheme`."""
-    monkeypatch.setattr(loading, "find", lambda where, stored: scheme)
+    monkeypatch.setattr(loading, "find", lambda where, stored, quantization: scheme)
     failed = []
     for check in CHECKS:
         try:
@@ -423,7 +448,7 @@ def test_a_right_scheme_is_not(honest: type[Scheme], tmp_path: Path, monkeypatch
 def test_two_schemes_that_recognise_the_same_linear_are_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     greedy, honest = Greedy(), Q8_0()
     greedy.name = "greedy"
-    monkeypatch.setitem(globals(), "schemes", lambda: {"a": greedy, "b": honest})
+    monkeypatch.setitem(globals(), "for_checkpoint", lambda quantization: (greedy, honest))
     with pytest.raises(AssertionError, match="exactly one"):
         check_file(honest, honest.cases[0], tmp_path)
 

@@ -33,7 +33,7 @@ class Counted:
     """A checkpoint that counts the bytes read of each tensor."""
 
     def __init__(self, inner: Checkpoint) -> None:
-        self._inner, self.kind, self.read_of = inner, inner.kind, Counter[str]()
+        self._inner, self.kind, self.quantization, self.read_of = inner, inner.kind, inner.quantization, Counter[str]()
 
     def names(self) -> Any:
         return self._inner.names()
