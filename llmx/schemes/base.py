@@ -303,7 +303,7 @@ class Scheme(ABC):
             weight = segment.tensors["weight"]
         else:
             weight = self._unpack_in_steps(segment.tensors, segment.layout, weight_dtype(x.dtype, x.device))
-        if self.whole_numbers and kernels.activations == "int8":
+        if self.whole_numbers and kernels.activations == "int8" and x.shape[1] % 32 == 0:
             x = kernels.get("round_rows")(x)
         result: Tensor = kernels.get("linear")(x, weight, segment.bias)
         return result

@@ -139,7 +139,7 @@ def checkpoint_of(folder: Path, config: Mapping[str, Any], tensors: Mapping[str,
 
 def load(checkpoint: Checkpoint, rank: int = 0, size: int = 1, forced: str | None = None) -> CheckpointWeights:
     return CheckpointWeights(
-        checkpoint, AsStored(), Shard(rank, size), torch.float32, CPU, Kernels("cpu", forced, activations="exact")
+        checkpoint, AsStored(), Shard(rank, size), torch.float32, CPU, Kernels("cpu", forced, activations="bf16")
     )
 
 
