@@ -14,7 +14,7 @@ from llmx.errors import LlmxError, UsageError
 from llmx.formats.checkpoint import PLAIN, Checkpoint, Stored
 from llmx.kernels import Kernels
 from llmx.schemes import find
-from llmx.schemes.base import weight_dtype
+from llmx.schemes.base import Span, in_steps, narrow, weight_dtype
 
 GIB = 2**30
 ACTIVATION_SHARE = 0.05  # of the memory in play, for activations
@@ -41,8 +41,17 @@ def weight_demand(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.devi
     """
     total, kept = 0, {}
     tied = not any(name in checkpoint for name in ("lm_head.weight", "output.weight"))
+    quantised = _quantised(checkpoint)
+    rates: dict[object, float] = {}
+    for module, group in quantised.items():
+        alike = tuple((suffix, stored.kind, stored.shape) for suffix, stored in sorted(group.items()))
+        if alike not in rates:
+            rates[alike] = _rate(checkpoint, module, group, weight_dtype(dtype, device), device, kernels)
+        total += int(sum(stored.nbytes for stored in group.values()) * rates[alike])
     for stored in map(checkpoint.stored, checkpoint.names()):
         module, _, suffix = stored.name.rpartition(".")
+        if module in quantised and suffix in quantised[module]:
+            continue
         is_embedding = module.endswith(("embed_tokens", "token_embd"))
         if suffix != "weight" or len(stored.shape) != 2:
             total += stored.nbytes  # vectors, biases, and the parts of schemes with several tensors
@@ -60,6 +69,41 @@ def weight_demand(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.devi
         if is_embedding and device.type != "cpu":
             total += stored.nbytes
     return total
+
+
+def _quantised(checkpoint: Checkpoint) -> dict[str, dict[str, Stored]]:
+    """Linears that are stored in several tensors, by name; without their biases."""
+    groups: dict[str, dict[str, Stored]] = {}
+    for name in checkpoint.names():
+        module, _, suffix = name.rpartition(".")
+        if suffix != "bias":
+            groups.setdefault(module, {})[suffix] = checkpoint.stored(name)
+    return {module: group for module, group in groups.items() if len(group) > 1}
+
+
+def _rate(
+    checkpoint: Checkpoint,
+    module: str,
+    group: dict[str, Stored],
+    dtype: torch.dtype,
+    device: torch.device,
+    kernels: Kernels,
+) -> float:
+    """Bytes that such a linear's scheme keeps for each stored one: what is in it decides, so some rows are prepared."""
+    try:
+        scheme = find(module, group, checkpoint.quantization)
+    except UsageError:  # whoever asks for it will hear of that
+        return 1.0
+    layout = scheme.axes(group)
+    tensors = {suffix: checkpoint.read(stored.name) for suffix, stored in group.items() if suffix in layout}
+    steps = in_steps(layout, tensors)
+    if steps is None:
+        return 1.0
+    kind, n_out, grain = steps
+    rows = min(n_out, -(-SAMPLE // grain) * grain)
+    few = {n: t.contiguous().to(device) for n, t in narrow(tensors, layout, {kind: Span(0, rows, n_out)}).items()}
+    held = scheme.prepare(few, layout, dtype, kernels)
+    return sum(t.nbytes for t in held.values()) * n_out / rows / sum(stored.nbytes for stored in group.values())
 
 
 def _kept(stored: Stored, dtype: torch.dtype, device: torch.device, kernels: Kernels) -> tuple[int, bool]:

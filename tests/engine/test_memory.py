@@ -19,9 +19,12 @@ from llmx.errors import LlmxError, UsageError
 from llmx.formats.gguf import open_gguf
 from llmx.formats.hub import locate
 from llmx.kernels import Kernels, cpu
+from llmx.layers.weights import Part
 from llmx.loading import CheckpointWeights, RandomWeights, Shard
 from llmx.models import open_model, random_shape
-from tests.checkpoints import random_blocks, write
+from llmx.schemes import gptq
+from llmx.schemes.whole import symmetric
+from tests.checkpoints import AsStored, randn, random_blocks, write
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda")
@@ -66,6 +69,23 @@ def test_plain_float32_matrices_that_stay_mapped_do_not_count(tmp_path: Path) ->
     tensors = {f"model.layers.0.self_attn.{name}.weight": torch.ones(64, 64) for name in names}
     checkpoint = write(tmp_path, tensors | {"lm_head.weight": torch.ones(32, 64)})
     assert weight_demand(checkpoint, torch.float32, CPU, Kernels("cpu", forced="reference")) == 64 * 64 * 4
+
+
+@pytest.mark.parametrize("backend", [None, "reference"])
+@pytest.mark.parametrize("act_order", [False, True])
+def test_of_linears_in_several_tensors_some_rows_are_prepared(
+    backend: str | None, act_order: bool, tmp_path: Path
+) -> None:
+    config = {"quant_method": "gptq", "bits": 4, "group_size": 32}
+    stored = gptq.store(symmetric(randn(96, 128), 4, 32, torch.float16), 1)
+    if act_order:
+        stored["g_idx"] = stored["g_idx"].flip(0).roll(7)
+    tensors = {f"a.{name}": tensor for name, tensor in stored.items()} | {"a.bias": torch.ones(96)}
+    kernels = Kernels("cpu", backend)
+    checkpoint = write(tmp_path, tensors, quantization=config)
+    weights = CheckpointWeights(checkpoint, AsStored(), Shard(), torch.float32, CPU, kernels)
+    weights.column([Part("a", 96)], 128)
+    assert weight_demand(checkpoint, torch.float32, CPU, kernels) == weights.held + 96 * 4
 
 
 @pytest.mark.skipif(not cpu.available(), reason=f"cpu kernels: {cpu.describe()}")
