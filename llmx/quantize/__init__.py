@@ -1,0 +1,1 @@
+"""Quantizers: algorithms on matrices, and the driver that streams a model's blocks through them."""

@@ -1,0 +1,115 @@
+"""Group grids: which scales and zeros a matrix gets, round-to-nearest onto them, and what that costs in a layer's output.
+
+A grid's weight is (code - zero) * scale, with one scale and zero per row and group of inputs. Scales are rounded to the
+dtype they are stored in before codes are chosen, so that what is measured here is what a reader gets.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from llmx.schemes.grid import Grid
+
+SHRINKS = tuple(1.0 - 0.025 * step for step in range(21))  # of a group's range: what the searches try
+TINIEST = 2.0**-24  # least scale: float16's smallest number above 0
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """bits: 2 to 8. group: inputs that share a scale. symmetric: the zero is the middle code. dtype: of stored scales."""
+
+    bits: int
+    group: int
+    symmetric: bool
+    dtype: torch.dtype = torch.float16
+
+    @property
+    def top(self) -> int:
+        """The highest code."""
+        return 2**self.bits - 1
+
+
+def ranged(weight: Tensor, rounding: Rounding, shrink: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Scales and zeros, f32 (rows, groups), whose codes span `shrink` of each group's range.
+
+    weight: (rows, n_in) f32. Symmetric: 2 |max| / top, as GPTQ has it. Asymmetric: the range takes in 0.
+    """
+    parts = weight.unflatten(1, (-1, rounding.group))
+    if rounding.symmetric:
+        scales = _stored(parts.abs().amax(-1) * (2.0 * shrink / rounding.top), rounding)
+        return scales, torch.full_like(scales, 2.0 ** (rounding.bits - 1))
+    low, high = parts.amin(-1).clamp(max=0.0) * shrink, parts.amax(-1).clamp(min=0.0) * shrink
+    scales = _stored((high - low) / rounding.top, rounding)
+    return scales, torch.round(-low / scales).clamp(0, rounding.top)
+
+
+def _stored(scales: Tensor, rounding: Rounding) -> Tensor:
+    return scales.clamp(min=TINIEST).to(rounding.dtype).float()
+
+
+def nearest(weight: Tensor, scales: Tensor, zeros: Tensor, rounding: Rounding) -> Grid:
+    """Each weight's nearest code."""
+    parts = weight.unflatten(1, (-1, rounding.group))
+    codes = torch.round(parts / scales[:, :, None]).add_(zeros[:, :, None]).clamp_(0, rounding.top)
+    return Grid(codes.flatten(1).to(torch.uint8), scales, zeros.to(torch.uint8), rounding.bits, rounding.group)
+
+
+def round_to_nearest(weight: Tensor, rounding: Rounding) -> Grid:
+    """Plain round-to-nearest over each group's whole range: what every algorithm must not be worse than."""
+    return nearest(weight, *ranged(weight, rounding), rounding)
+
+
+def search(weight: Tensor, rounding: Rounding, metric: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales and zeros whose range, of SHRINKS, gives each row and group the least error in `metric`.
+
+    metric: (n_in,) weighs each input's squared error; (groups, group, group) is the quadratic form of a group's errors,
+    the diagonal blocks of a Hessian: then this is AWQ's clip search, with the whole calibration set in it.
+    """
+    best: Tensor | None = None
+    scales = zeros = weight
+    for shrink in SHRINKS:
+        found = ranged(weight, rounding, shrink)
+        error = nearest(weight, *found, rounding).weight().sub_(weight).unflatten(1, (-1, rounding.group))
+        if metric.dim() == 1:
+            loss = (error.square_() * metric.unflatten(0, (-1, rounding.group))).sum(-1)
+        else:
+            loss = (torch.einsum("rgi,gij->rgj", error, metric) * error).sum(-1)
+        if best is None:
+            best, (scales, zeros) = loss, found
+            continue
+        better = loss < best
+        best = torch.where(better, loss, best)
+        scales, zeros = torch.where(better, found[0], scales), torch.where(better, found[1], zeros)
+    return scales, zeros
+
+
+def blocks_of(hessian: Tensor, group: int) -> Tensor:
+    """The diagonal blocks of a Hessian, (groups, group, group)."""
+    count = len(hessian) // group
+    return hessian.reshape(count, group, count, group).diagonal(dim1=0, dim2=2).permute(2, 0, 1).contiguous()
+
+
+def row_losses(weight: Tensor, made: Tensor, hessian: Tensor) -> Tensor:
+    """(rows,): (w - q) H (w - q)^T of each row: the squared error of its outputs, summed over the calibration tokens."""
+    error = weight - made
+    return ((error @ hessian) * error).sum(1)
+
+
+def better_rows(first: Grid, second: Grid, weight: Tensor, hessian: Tensor) -> tuple[Grid, Tensor]:
+    """Row by row the grid with the smaller output error, ties to `first`; and those errors, (rows,)."""
+    one, two = (row_losses(weight, grid.weight(), hessian) for grid in (first, second))
+    take = (two < one) | ~one.isfinite()
+
+    def pick(a: Tensor, b: Tensor) -> Tensor:
+        return torch.where(take[:, None], b, a)
+
+    merged = replace(
+        first,
+        codes=pick(first.codes, second.codes),
+        scales=pick(first.scales, second.scales),
+        zeros=pick(first.zeros, second.zeros),
+    )
+    return merged, torch.where(take, two, one)
