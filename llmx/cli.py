@@ -20,6 +20,7 @@ from llmx.commands.eval import eval as evaluate
 from llmx.commands.generate import generate
 from llmx.commands.plan import plan
 from llmx.commands.pull import pull
+from llmx.commands.quantize import quantize
 from llmx.commands.serve import serve
 from llmx.commands.settings import configurable, explain
 from llmx.errors import LlmxError
@@ -91,7 +92,7 @@ def llmx(
     """Run, serve and benchmark open LLMs. A command given no model uses `demo`."""
 
 
-for command in (generate, chat, serve, bench, evaluate, compare, pull, plan, diff, env):
+for command in (generate, chat, serve, quantize, bench, evaluate, compare, pull, plan, diff, env):
     app.command()(configurable(command))
 
 

@@ -5,14 +5,21 @@ Format: 8 bytes little-endian header length, a JSON object {name: {dtype, shape,
 
 from __future__ import annotations
 
+import json
+import os
+from collections.abc import Mapping
 from math import prod
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from llmx.errors import UsageError
 from llmx.formats.checkpoint import PLAIN, MappedCheckpoint, MappedFile, Region, Stored, by
 from llmx.formats.fields import Fields, load_json, parse_json, shown
 from llmx.formats.quantization import of_folder
 from llmx.formats.quantized import check
+
+if TYPE_CHECKING:
+    import torch
 
 HEADER_LIMIT = 16 * 2**20  # bytes: about 120,000 tensors in one file
 MAX_DIMS = 8
@@ -48,6 +55,42 @@ def _regions(folder: Path) -> dict[str, Region]:
             hint="Convert it with safetensors' convert tool, or download the safetensors version of the model.",
         )
     raise UsageError(f"{folder} holds no safetensors file.", hint="Was the download complete?")
+
+
+def open_shard(path: Path) -> MappedCheckpoint:
+    """One safetensors file by itself."""
+    return MappedCheckpoint("safetensors", _read_file(path))
+
+
+def write_shard(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write a safetensors file whole or not at all, on the disk when this returns. The same tensors, the same bytes.
+
+    The largest elements come first, so that each tensor lies on whole elements.
+    """
+    import torch
+
+    kinds = {getattr(torch, name): kind for kind, (_, name) in PLAIN.items() if hasattr(torch, name)}
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in order:
+        tensor = tensors[name]
+        begin, end = end, end + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": kinds[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            for name in order:
+                if tensors[name].numel():
+                    file.write(memoryview(tensors[name].detach().contiguous().flatten().view(torch.uint8).numpy()))
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _read_shards(folder: Path, index: Path) -> dict[str, Region]:

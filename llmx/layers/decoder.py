@@ -147,6 +147,11 @@ class Decoder:
         x = self.group.sum(self.embedding(tokens))
         return x if self._embedding_scale == 1.0 else self._add_scaled(x, self._embedding_scale, None)
 
+    def step(self, batch: Batch, cache: Cache, plans: dict[int, Any] | None = None) -> Forward:
+        """What the layers share in one pass. `plans` as in `forward`."""
+        turns = {rule: rope.at(batch.positions) for rule, rope in self.ropes.items()}
+        return Forward(batch, cache, turns) if plans is None else Forward(batch, cache, turns, plans, lasting=True)
+
     def norm(self, x: Tensor) -> Tensor:
         """(rows, hidden) -> (rows, hidden)"""
         return self.final(x)
@@ -174,9 +179,8 @@ class Decoder:
         plans: gets the attention plans of this pass by KV group, made so that they can be refilled for another batch
         of the same shape.
         """
-        turns = {rule: rope.at(batch.positions) for rule, rope in self.ropes.items()}
-        step = Forward(batch, cache, turns) if plans is None else Forward(batch, cache, turns, plans, lasting=True)
-        x, seen = self.embed(batch.tokens), {}
+        step, seen = self.step(batch, cache, plans), {}
+        x = self.embed(batch.tokens)
         for i in range(len(self.layers)) if layers is None else layers:
             seen[i] = x
             x = self.layers[i](x, step)

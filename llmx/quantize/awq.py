@@ -98,7 +98,8 @@ def _by_producer(values: Tensor, owner: Tensor, producers: int) -> Tensor:
 def _weight_means(weight: Tensor, group: int) -> Tensor:
     """(n_in,): how large each input's weights are within their groups, on average over the rows."""
     parts = weight.abs().unflatten(1, (-1, group))
-    return (parts / (parts.amax(-1, keepdim=True) + SMALL)).mean(0).flatten()
+    means: Tensor = (parts / (parts.amax(-1, keepdim=True) + SMALL)).mean(0).flatten()
+    return means
 
 
 def _candidate(x: Tensor, w: Tensor, ratio: float, duo: bool) -> Tensor:

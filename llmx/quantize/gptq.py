@@ -31,9 +31,7 @@ class Solved:
     dead: int
 
 
-def gptq(
-    weight: Tensor, hessian: Tensor, rounding: Rounding, *, damp: float = 0.01, act_order: bool = True
-) -> Solved:
+def gptq(weight: Tensor, hessian: Tensor, rounding: Rounding, *, damp: float = 0.01, act_order: bool = True) -> Solved:
     """weight (rows, n_in) f32, hessian (n_in, n_in) f32 (sum of x x^T) -> codes whose output error, row by row, is at
     most that of round-to-nearest. Rows of several linears with the same input may be stacked."""
     plain = round_to_nearest(weight, rounding)
@@ -84,9 +82,7 @@ def _factor(hessian: Tensor, dead: Tensor, damp: float, act_order: bool) -> tupl
     return None, None
 
 
-def _sweep(
-    weight: Tensor, factor: Tensor, order: Tensor, scales: Tensor, zeros: Tensor, rounding: Rounding
-) -> Tensor:
+def _sweep(weight: Tensor, factor: Tensor, order: Tensor, scales: Tensor, zeros: Tensor, rounding: Rounding) -> Tensor:
     """Codes (rows, n_in) uint8. Works on the transpose: an input's weights in all rows are one piece of memory."""
     left = weight[:, order].T.contiguous()
     groups = order // rounding.group

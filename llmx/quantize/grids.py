@@ -1,4 +1,4 @@
-"""Group grids: which scales and zeros a matrix gets, round-to-nearest onto them, and what that costs in a layer's output.
+"""Group grids: which scales and zeros a matrix gets, round-to-nearest, and what that costs in a layer's output.
 
 A grid's weight is (code - zero) * scale, with one scale and zero per row and group of inputs. Scales are rounded to the
 dtype they are stored in before codes are chosen, so that what is measured here is what a reader gets.
@@ -19,7 +19,7 @@ TINIEST = 2.0**-24  # least scale: float16's smallest number above 0
 
 @dataclass(frozen=True)
 class Rounding:
-    """bits: 2 to 8. group: inputs that share a scale. symmetric: the zero is the middle code. dtype: of stored scales."""
+    """bits: 2 to 8. group: inputs that share a scale. symmetric: zeros are the middle code. dtype: of stored scales."""
 
     bits: int
     group: int
@@ -29,7 +29,7 @@ class Rounding:
     @property
     def top(self) -> int:
         """The highest code."""
-        return 2**self.bits - 1
+        return (1 << self.bits) - 1
 
 
 def ranged(weight: Tensor, rounding: Rounding, shrink: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -93,7 +93,7 @@ def blocks_of(hessian: Tensor, group: int) -> Tensor:
 
 
 def row_losses(weight: Tensor, made: Tensor, hessian: Tensor) -> Tensor:
-    """(rows,): (w - q) H (w - q)^T of each row: the squared error of its outputs, summed over the calibration tokens."""
+    """(rows,): (w - q) H (w - q)^T: the squared error of each row's outputs, summed over the calibration tokens."""
     error = weight - made
     return ((error @ hessian) * error).sum(1)
 

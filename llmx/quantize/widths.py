@@ -1,4 +1,4 @@
-"""8-bit weights: int8 by row with SmoothQuant's scales, and float8 (e4m3) by row, by tensor or by block of 128 x 128."""
+"""8-bit weights: int8 by row with SmoothQuant's scales, and float8 (e4m3) by row, tensor or block of 128 x 128."""
 
 from __future__ import annotations
 

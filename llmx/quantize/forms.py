@@ -1,0 +1,136 @@
+"""From what the algorithms made to the tensors and the `quantization_config` of each format, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmx.quantize.options import Options
+from llmx.schemes import awq, compressed, fp8, gptq
+from llmx.schemes.grid import Grid, from_words
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """8-bit numbers and their scales, as `widths` makes them. input_scale: (1,), of static activations."""
+
+    numbers: Tensor
+    scale: Tensor
+    input_scale: Tensor | None = None
+
+
+def scale_dtype(options: Options, dtype: torch.dtype) -> torch.dtype:
+    """Of stored scales, in a model of `dtype`."""
+    if options.form in ("awq", "gptq", "gptq_v2"):
+        return torch.float16
+    return torch.float32 if options.form == "fp8" else dtype
+
+
+def store(made: Grid | Scaled, options: Options, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The tensors of a linear by the last component of their names, without its bias."""
+    if isinstance(made, Grid):
+        if options.form == "awq":
+            return awq.store(made)
+        if options.form == "compressed-tensors":
+            return compressed.store_packed(made, options.symmetric, dtype)
+        return gptq.store(made, 1 if options.form == "gptq" else 2)
+    if options.form == "fp8":
+        return fp8.store_blocks(made.numbers, made.scale)
+    scale = made.scale.to(dtype)
+    if options.method == "int8":
+        return compressed.store_int8(made.numbers, scale)
+    tensors = compressed.store_fp8(made.numbers, scale, fp8_kind(options))
+    return tensors if made.input_scale is None else {**tensors, "input_scale": made.input_scale.to(dtype)}
+
+
+def fp8_kind(options: Options) -> str:
+    return {"dynamic": "channel", "static": "tensor", "block": "block"}[options.fp8_mode]
+
+
+def unpack(tensors: Mapping[str, Tensor], options: Options) -> Tensor:
+    """(n_out, n_in) f32: what a reader of the stored tensors multiplies with."""
+    if options.form == "awq":
+        return awq.read(tensors).weight()
+    if options.form in ("gptq", "gptq_v2"):
+        return gptq.read(tensors, 1 if options.form == "gptq" else 2).weight()
+    if options.grids:
+        return _packed(tensors, options)
+    scale = tensors["weight_scale_inv" if options.form == "fp8" else "weight_scale"].float()
+    numbers = tensors["weight"].float()
+    if options.method == "fp8" and options.fp8_mode == "block":
+        scale = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[: len(numbers), : numbers.shape[1]]
+    return numbers * scale
+
+
+def _packed(tensors: Mapping[str, Tensor], options: Options) -> Tensor:
+    n_out, n_in = tensors["weight_shape"].tolist()
+    codes = from_words(tensors["weight_packed"], options.bits, n_in)
+    scales = tensors["weight_scale"].float()
+    zeros = torch.full(scales.shape, 1 << options.bits - 1, dtype=torch.uint8)
+    if "weight_zero_point" in tensors:
+        zeros = from_words(tensors["weight_zero_point"].T.contiguous(), options.bits, n_out).T.contiguous()
+    return Grid(codes, scales, zeros, options.bits, options.group).weight()
+
+
+def config(options: Options, ignored: Sequence[str], version: str) -> dict[str, Any]:
+    """The `quantization_config` of config.json. ignored: names of linears left as they are, the head too."""
+    names = list(ignored)
+    if options.form == "awq":
+        return {
+            "quant_method": "awq", "bits": options.bits, "group_size": options.group, "zero_point": True,
+            "version": "gemm", "modules_to_not_convert": [n for n in names if n != "lm_head"] or None,
+        }  # fmt: skip
+    if options.form in ("gptq", "gptq_v2"):
+        return {
+            "quant_method": "gptq", "bits": options.bits, "group_size": options.group, "desc_act": False,
+            "sym": options.symmetric, "lm_head": False, "checkpoint_format": options.form, "format": options.form,
+            "pack_dtype": "int32", "true_sequential": False, "damp_percent": options.damp,
+            "dynamic": {f"-:{name}": {} for name in names if name != "lm_head"},
+            "meta": {"quantizer": [f"llmx:{version}"]},
+        }  # fmt: skip
+    if options.form == "fp8":
+        return {
+            "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
+            "modules_to_not_convert": names,
+        }  # fmt: skip
+    return _compressed(options, names)
+
+
+def _compressed(options: Options, names: list[str]) -> dict[str, Any]:
+    weights: dict[str, Any] = {"num_bits": options.bits, "type": "int", "symmetric": True, "dynamic": False}
+    inputs: dict[str, Any] | None = {
+        "num_bits": 8,
+        "type": "int",
+        "symmetric": True,
+        "dynamic": True,
+        "strategy": "token",
+    }
+    if options.grids:
+        kind, inputs = "pack-quantized", None
+        weights |= {"strategy": "group", "group_size": options.group, "symmetric": options.symmetric, "actorder": None}
+    elif options.method == "int8":
+        kind = "int-quantized"
+        weights |= {"strategy": "channel"}
+    else:
+        kind = "float-quantized"
+        assert inputs is not None
+        weights |= {"type": "float", "strategy": fp8_kind(options)}
+        inputs |= {"type": "float"}
+        if options.fp8_mode == "static":
+            inputs |= {"dynamic": False, "strategy": "tensor"}
+        if options.fp8_mode == "block":
+            weights |= {"block_structure": [128, 128]}
+            inputs |= {"strategy": "group", "group_size": 128}
+    group = {
+        "targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None,
+        "format": kind,
+    }  # fmt: skip
+    return {
+        "quant_method": "compressed-tensors", "format": kind, "config_groups": {"group_0": group}, "ignore": names,
+        "kv_cache_scheme": None, "quantization_status": "compressed", "sparsity_config": {}, "transform_config": {},
+        "version": "0.19.0", "global_compression_ratio": None,
+    }  # fmt: skip

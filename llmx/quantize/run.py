@@ -1,0 +1,148 @@
+"""A whole `llmx quantize`: checks, calibration text, blocks, files, and what the report says."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from llmx.errors import UsageError
+from llmx.formats.hub import Located
+from llmx.quantize import calibration
+from llmx.quantize.driver import Run, Source, default_path, fingerprint, open_source
+from llmx.quantize.estimate import estimate
+from llmx.quantize.options import Options, group_for
+from llmx.quantize.output import Output, check_free
+
+Say = Callable[[str], None]
+WORST = 5
+
+DEFINITIONS = {
+    "layers.error": "squared output error over the calibration tokens, as a part of the outputs' squares; of fp8: of "
+    "the weights themselves",
+    "layers.nearest": "the same, of plain round-to-nearest",
+    "block_errors": "norm of (quantized block's outputs - source block's) / norm of what the source block adds, from "
+    "the same inputs",
+    "peak_rss_bytes": "largest resident memory of the process, mapped files too",
+    "bits_per_weight": "of the quantized linears, scales and zeros counted",
+}
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """group: None for the largest that fits. calib: a file, or None for the model's own text."""
+
+    options: Options
+    group: int | None
+    out: Path | None
+    calib: str | None
+    samples: int
+    length: int
+    seed: int
+    resume: bool
+    force: bool
+    dry_run: bool
+
+
+@dataclass(frozen=True)
+class Made:
+    """path: the folder, or that a dry run would make."""
+
+    path: Path
+    results: dict[str, Any]
+
+
+def quantize(name: str, located: Located, wanted: Wanted, say: Say) -> Made:
+    """UsageError before anything long if it can't be done."""
+    began = time.monotonic()
+    source = open_source(located)
+    options = settled(source, wanted, say)
+    path = wanted.out or default_path(name, options)
+    longest = source.opened.config.max_position
+    if wanted.length > longest:
+        raise UsageError(f"--seq-len {wanted.length} is more than the {longest} positions that {name} has.")
+    facts = {"options": asdict(options), "estimate": estimate(source, options, wanted.samples * wanted.length)}
+    if wanted.dry_run:
+        return Made(path, facts)
+    check_free(path, resume=wanted.resume, force=wanted.force)
+    texts = calibration.Calibration(())
+    if options.calibrates and wanted.calib is not None:
+        texts = calibration.read(wanted.calib, located, wanted.samples, wanted.length, say)
+    elif options.calibrates:
+        say("drawing calibration text from the model itself")
+        texts = calibration.write(located, name, wanted.samples, wanted.length, wanted.seed, say)
+    mark = fingerprint(source, options, texts.texts, wanted.seed)
+    output = Output(path, len(source.units), mark, resume=wanted.resume, force=wanted.force)
+    run = Run(source, options, texts.texts, output, say)
+    run.quantize()
+    files = run.finish()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    layers = [layer for note in run.notes for layer in note["layers"]]
+    return Made(
+        path,
+        facts | files | {
+            "path": str(path), "calibration": texts.about, "layers": layers, "blocks_resumed": run.resumed,
+            "fell_back": [layer["name"] for layer in layers if layer["fell_back"]],
+            "worse_than_nearest": [layer["name"] for layer in layers if layer["worse"]],
+            "seconds": time.monotonic() - began, "peak_rss_bytes": peak,
+        },
+    )  # fmt: skip
+
+
+def settled(source: Source, wanted: Wanted, say: Say) -> Options:
+    """The options with a group size. UsageError for linears that the format can't hold."""
+    options = wanted.options
+    mine = [unit for unit in source.every if not options.ignores(unit.name)]
+    if not mine:
+        raise UsageError(f"--ignore {options.ignore!r} leaves no linear to quantize.")
+    if not options.grids:
+        return options
+    group = group_for(wanted.group, [(unit.name, unit.n_in) for unit in mine])
+    if wanted.group is None:
+        say(f"group size {group}")
+    together = 32 if options.bits == 3 else 32 // options.bits if options.bits in (2, 4, 8) else 1
+    if options.form != "compressed-tensors":
+        bad = [f"{unit.name} ({unit.n_out} outputs)" for unit in mine if unit.n_out % together]
+        if bad:
+            raise UsageError(
+                f"The format {options.form} stores {together} outputs together, which does not fit {', '.join(bad[:6])}"
+                f"{f' and {len(bad) - 6} more' if len(bad) > 6 else ''}.",
+                hint="leave them out with --ignore",
+            )
+    return replace(options, group=group)
+
+
+def lines(made: Made) -> list[str]:
+    """What a person reads at the end."""
+    results = made.results
+    sizes = results["estimate"]
+    if "layers" not in results:
+        return [
+            f"{made.path}: {sizes['linears']} linears at {sizes['bits_per_weight']:.2f} bits a weight, about "
+            f"{sizes['bytes'] / 1e6:,.0f} MB ({sizes['source_bytes'] / 1e6:,.0f} MB now)",
+            f"about {sizes['memory_bytes'] / 1e6:,.0f} MB of memory and {sizes['seconds']:,.0f} s",
+        ]
+    layers = results["layers"]
+    said = [
+        f"{results['bytes'] / 1e6:,.0f} MB ({results['source_bytes'] / 1e6:,.0f} MB before), "
+        f"{sizes['bits_per_weight']:.2f} bits a quantized weight, {results['seconds']:,.0f} s"
+    ]
+    known = [layer for layer in layers if layer["error"] is not None]
+    if known:
+        error, nearest = (sum(layer[key] for layer in known) / len(known) for key in ("error", "nearest"))
+        worst = max(known, key=lambda layer: layer["error"])
+        said.append(
+            f"mean relative error {error:.3e}, round-to-nearest {nearest:.3e}; "
+            f"worst {worst['name']} {worst['error']:.3e}"
+        )
+    if results["fell_back"]:
+        said.append(f"{len(results['fell_back'])} layers fell back to round-to-nearest: "
+                    f"{', '.join(results['fell_back'][:WORST])}")  # fmt: skip
+    if results["worse_than_nearest"]:
+        said.append(f"{len(results['worse_than_nearest'])} layers are worse than round-to-nearest: "
+                    f"{', '.join(results['worse_than_nearest'][:WORST])}")  # fmt: skip
+    return said

@@ -1,0 +1,154 @@
+"""A model whose linears are read when they are needed: its own constructor says which there are, and where.
+
+Nothing here names a model: blocks are walked for the linears in them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from llmx.kernels import Kernels
+from llmx.layers.linear import Linear
+from llmx.layers.weights import Part
+from llmx.loading import CheckpointWeights, Shard
+from llmx.models import Opened
+from llmx.schemes.base import Kind, Span
+
+CPU = torch.device("cpu")
+Watch = Callable[[Tensor], None]
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A linear as it is stored: `name` without `.weight`, (n_out, n_in)."""
+
+    name: str
+    n_out: int
+    n_in: int
+
+    @property
+    def last(self) -> str:
+        return self.name.rsplit(".", 1)[-1]
+
+
+class Lazy(Linear):
+    """A linear of one or more units with the same input, without weights until it is `load`ed.
+
+    matrix: (n_out, n_in) f32, the units' rows one below the other. watch: sees each input.
+    """
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self.units = tuple(units)
+        self.n_in, self.n_out = units[0].n_in, sum(unit.n_out for unit in units)
+        self.matrix: Tensor | None = None
+        self.bias: Tensor | None = None
+        self.watch: Watch | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        assert self.matrix is not None, f"{self.units[0].name} is not loaded"
+        if self.watch is not None:
+            self.watch(x)
+        return functional.linear(x, self.matrix, self.bias)
+
+    def load(self, read: Callable[[Unit], tuple[Tensor, Tensor | None]]) -> None:
+        """`read` gives a unit's weight (n_out, n_in) and bias."""
+        matrix = torch.empty(self.n_out, self.n_in) if self.matrix is None else self.matrix
+        biases: list[Tensor | None] = []
+        low = 0
+        for unit in self.units:
+            weight, bias = read(unit)
+            matrix[low : low + unit.n_out] = weight
+            biases.append(bias)
+            low += unit.n_out
+        zeros = [torch.zeros(u.n_out) if b is None else b for u, b in zip(self.units, biases, strict=True)]
+        self.matrix = matrix
+        self.bias = None if all(b is None for b in biases) else torch.cat(zeros)
+
+    def rows(self) -> Iterator[tuple[Unit, Tensor]]:
+        """Each unit with its rows of the matrix: views."""
+        assert self.matrix is not None
+        yield from zip(self.units, self.matrix.split([unit.n_out for unit in self.units]), strict=True)
+
+    def drop(self) -> None:
+        self.matrix = self.bias = self.watch = None
+
+
+class SourceWeights(CheckpointWeights):
+    """Weights whose linears are `Lazy`. `vectors`: those asked for, and their sizes; `replaced` takes the place of
+    stored ones."""
+
+    def __init__(self, opened: Opened, replaced: Mapping[str, Tensor] | None = None) -> None:
+        super().__init__(opened.checkpoint, opened.names, Shard(), torch.float32, CPU, Kernels("cpu"))
+        self.vectors: dict[str, int] = {}
+        self.vocabulary: dict[str, tuple[int, int]] = {}
+        self._replaced = replaced or {}
+
+    def column(self, parts: Sequence[Part], n_in: int) -> Linear:
+        units = {part.name: Unit(part.name, part.total or part.n_out, n_in) for part in parts}
+        return Lazy(list(units.values()))
+
+    def row(self, name: str, n_out: int, n_in: int, heads: int | None = None) -> Linear:
+        return Lazy([Unit(name, n_out, n_in)])
+
+    def vector(self, name: str, n: int) -> Tensor:
+        self.vectors[name] = n
+        found = super().vector(name, n)
+        return self._replaced.get(name, found)
+
+    def embedding(self, name: str, vocab: int, hidden: int) -> Any:
+        self.vocabulary[name] = (vocab, hidden)
+        return super().embedding(name, vocab, hidden)
+
+    def head(self, name: str, vocab: int, hidden: int, tied_to: str | None) -> Linear:
+        if tied_to is None:
+            self.vocabulary[name] = (vocab, hidden)
+        return Lazy([Unit(name, vocab, hidden)])
+
+    def read(self, unit: Unit) -> tuple[Tensor, Tensor | None]:
+        """A unit's weight and bias, f32."""
+        spans = {Kind.OUT: Span(0, unit.n_out, unit.n_out), Kind.IN: Span(0, unit.n_in, unit.n_in)}
+        piece = self._piece(unit.name, spans)
+        weight = piece.scheme.unpack(piece.tensors, torch.float32)
+        return weight, None if piece.bias is None else piece.bias.float()
+
+    def stored_as(self, unit: Unit) -> str | None:
+        """The plain kind of a unit's weight; None if it is packed."""
+        group = self._group(unit.name)
+        kind = group["weight"].kind if "weight" in group else None
+        return kind if kind in ("F32", "F16", "BF16") and set(group) <= {"weight", "bias"} else None
+
+
+def build(opened: Opened, length: int, replaced: Mapping[str, Tensor] | None = None) -> tuple[Any, SourceWeights]:
+    """The model over its files, without its linears, for texts of up to `length` tokens."""
+    weights = SourceWeights(opened, replaced)
+    with torch.inference_mode():
+        model = opened.family.Model(opened.config, weights, weights.kernels, length=length, device=CPU)
+    return model, weights
+
+
+def linears(block: object) -> list[Lazy]:
+    """The linears inside a block, in the order in which it made them."""
+    found: list[Lazy] = []
+    seen: set[int] = set()
+
+    def walk(thing: object) -> None:
+        if id(thing) in seen:
+            return
+        seen.add(id(thing))
+        if isinstance(thing, Lazy):
+            found.append(thing)
+        elif isinstance(thing, list | tuple):
+            for inner in thing:
+                walk(inner)
+        elif type(thing).__module__.startswith("llmx.") and hasattr(thing, "__dict__"):
+            for inner in vars(thing).values():
+                walk(inner)
+
+    walk(block)
+    return found

@@ -1,0 +1,148 @@
+"""The calibration texts' hidden states between two blocks, and what a block's linears see of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmx.batch import Batch, slots_of
+from llmx.cache.pools import Cache, LayerSpec, new_pools, windows_of
+from llmx.quantize.source import CPU, Lazy
+
+SIZE = 16  # tokens in a block of the scratch cache
+AT_ONCE = 2048  # tokens in a pass, unless one text is longer
+SAMPLE = 512  # inputs that are kept as they are
+
+
+class Stats:
+    """What is known of a linear's inputs: hessian (n_in, n_in), the sum of x x^T; mean |x| and max |x| (n_in,); the
+    first SAMPLE of them."""
+
+    def __init__(self, n_in: int, *, hessian: bool) -> None:
+        self.hessian = torch.zeros(n_in, n_in) if hessian else None
+        self._total, self.most, self.count = torch.zeros(n_in), torch.zeros(n_in), 0
+        self._samples: list[Tensor] = []
+
+    def see(self, x: Tensor) -> None:
+        """x: (tokens, n_in) f32"""
+        if self.hessian is not None:
+            add_gram(self.hessian, x)
+        size = x.abs()
+        self._total += size.sum(0)
+        torch.maximum(self.most, size.amax(0), out=self.most)
+        if self.count < SAMPLE:
+            self._samples.append(x[: SAMPLE - self.count].clone())
+        self.count += len(x)
+
+    def finish(self) -> None:
+        """To be called before the Hessian is read: only its lower half was summed."""
+        if self.hessian is not None:
+            mirror(self.hessian)
+
+    @property
+    def mean(self) -> Tensor:
+        return self._total / max(1, self.count)
+
+    @property
+    def sample(self) -> Tensor:
+        return torch.cat(self._samples)
+
+
+PANEL = 512
+
+
+def add_gram(total: Tensor, x: Tensor) -> None:
+    """total += x^T x, its panels on and below the diagonal alone: about half of the work for wide inputs."""
+    for low in range(0, x.shape[1], PANEL):
+        high = min(low + PANEL, x.shape[1])
+        total[low:, low:high].addmm_(x[:, low:].T, x[:, low:high])
+
+
+def mirror(total: Tensor) -> None:
+    """Fill what `add_gram` leaves out."""
+    for low in range(0, len(total), PANEL):
+        high = min(low + PANEL, len(total))
+        total[low:high, high:] = total[high:, low:high].T
+
+
+class States:
+    """Texts as they stand before some block: f32 in memory, as many texts to a pass as make AT_ONCE tokens."""
+
+    def __init__(self, model: Any, texts: Sequence[Sequence[int]]) -> None:
+        self._specs: list[LayerSpec] = model.specs
+        groups = len(windows_of(self._specs))
+        self._batches = [batch_of(part, groups) for part in _parts(texts)]
+        blocks = 1 + max(sum(-(-n // SIZE) for n in batch.lengths) for batch in self._batches)
+        self._cache = _scratch(self._specs, blocks)
+        self.hidden = [model.embed(batch.tokens) for batch in self._batches]
+        self.tokens = sum(len(batch.tokens) for batch in self._batches)
+
+    def run(self, model: Any, index: int, *, keep: bool, limit: int | None = None) -> list[Tensor]:
+        """Through block `index`, the first `limit` passes of them; the outputs become the states if `keep`."""
+        outputs = []
+        for at, batch in enumerate(self._batches[:limit]):
+            out = model.layers[index](self.hidden[at], model.step(batch, self._cache))
+            if keep:
+                self.hidden[at] = out
+            else:
+                outputs.append(out)
+        return outputs
+
+    def watch(self, model: Any, index: int, lazies: Sequence[Lazy], *, hessian: bool) -> list[Stats]:
+        """One pass of all states through a block, whose outputs are dropped: what each linear saw."""
+        found = [Stats(lazy.n_in, hessian=hessian) for lazy in lazies]
+        for lazy, stats in zip(lazies, found, strict=True):
+            lazy.watch = stats.see
+        for at, batch in enumerate(self._batches):
+            model.layers[index](self.hidden[at], model.step(batch, self._cache))
+        for lazy, stats in zip(lazies, found, strict=True):
+            lazy.watch = None
+            stats.finish()
+        return found
+
+
+def batch_of(texts: Sequence[Sequence[int]], groups: int) -> Batch:
+    """Texts side by side from their first token on, none padded, each with blocks of its own."""
+    lengths = tuple(len(text) for text in texts)
+    counts = [-(-n // SIZE) for n in lengths]
+    table = torch.zeros(len(texts), max(counts), dtype=torch.long)
+    first = 1
+    for row, count in enumerate(counts):
+        table[row, :count] = torch.arange(first, first + count)
+        first += count
+    tokens = torch.tensor([token for text in texts for token in text], dtype=torch.long)
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    sequence = torch.repeat_interleave(torch.arange(len(texts)), torch.tensor(lengths))
+    slots = slots_of(table, sequence, positions, SIZE)
+    zeros = (0,) * len(texts)
+    return Batch(
+        tokens, positions, sequence, torch.full_like(tokens, -1), positions + 1, [slots] * groups, [table] * groups,
+        torch.tensor(lengths), torch.zeros(len(texts), dtype=torch.long), tokens[:0], SIZE, lengths, lengths, zeros,
+        lengths,
+    )  # fmt: skip
+
+
+def _parts(texts: Sequence[Sequence[int]]) -> list[list[Sequence[int]]]:
+    """Texts, those of like length together."""
+    parts: list[list[Sequence[int]]] = [[]]
+    for text in sorted(texts, key=len, reverse=True):
+        if parts[-1] and sum(map(len, parts[-1])) + len(text) > AT_ONCE:
+            parts.append([])
+        parts[-1].append(text)
+    return parts
+
+
+def _scratch(specs: Sequence[LayerSpec], blocks: int) -> Cache:
+    """A cache whose layers share their memory, for one block runs at a time."""
+    small = [1] * len(windows_of(specs))
+    cache = Cache(specs, len(specs), small, SIZE, tap_dim=0, dtype=torch.float32, device=CPU)
+    pools: dict[tuple[int, int], Any] = {}
+    for index, spec in enumerate(specs):
+        shape = (spec.kv_heads, spec.head_dim)
+        if shape not in pools:
+            pools[shape] = new_pools(spec.kv_heads, blocks, SIZE, spec.head_dim, torch.float32, CPU)
+        cache.keys[index], cache.values[index], cache.scales[index] = pools[shape]
+    return cache
