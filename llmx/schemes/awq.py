@@ -14,14 +14,13 @@ from torch import Tensor
 
 from llmx.errors import UsageError
 from llmx.schemes.base import Axis, Case, Kind, Layout, Tensors
-from llmx.schemes.grid import Grid, from_words, to_words
-from llmx.schemes.whole import Wholes, WholeScheme, around_zero, runs
+from llmx.schemes.grid import Grid, bytes_of, to_words
+from llmx.schemes.whole import Wholes, WholeScheme, around_zero, less
 
 if TYPE_CHECKING:
     from llmx.formats.checkpoint import Stored
 
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which of eight outputs is where in a word
-BACK = tuple(ORDER.index(i) for i in range(8))
 BITS = 4
 
 
@@ -54,7 +53,11 @@ def _across(numbers: Tensor) -> Tensor:
 def _down(packed: Tensor) -> Tensor:
     """int32 (n, n_out/8) -> uint8 (n_out, n)"""
     n, words = packed.shape
-    return from_words(packed[..., None], BITS, 8)[..., BACK].reshape(n, 8 * words).T.contiguous()
+    parts = bytes_of(packed.T).reshape(words, n, 4)
+    numbers = torch.empty(words, 8, n, dtype=torch.uint8, device=packed.device)
+    for place, output in enumerate(ORDER):
+        torch.bitwise_and(parts[..., place // 2] >> BITS * (place % 2), (1 << BITS) - 1, out=numbers[:, output])
+    return numbers.flatten(0, 1)
 
 
 class AWQ(WholeScheme):
@@ -82,11 +85,8 @@ class AWQ(WholeScheme):
         }
 
     def wholes(self, tensors: Tensors) -> Wholes:
-        scales = tensors["scales"].T
         codes, zeros = (_down(tensors[name]) for name in ("qweight", "qzeros"))
-        n_in, groups = codes.shape[1], scales.shape[1]
-        index = runs(n_in, groups, max(1, n_in // groups), scales.device)
-        return Wholes(codes.to(torch.int8) - zeros.to(torch.int8)[:, index], scales, index)
+        return Wholes(less(codes, zeros, None, BITS), tensors["scales"].T, None)
 
     def limits(self, tensors: Tensors) -> tuple[int, int]:
         zeros = _down(tensors["qzeros"])

@@ -25,8 +25,9 @@ from llmx.schemes.whole import (
     apart_words,
     around_zero,
     dense_words,
+    less,
+    order,
     run_size,
-    runs,
     symmetric,
     word_axis,
 )
@@ -144,13 +145,12 @@ class Packed(WholeScheme):
     def wholes(self, tensors: Tensors) -> Wholes:
         packed, scales = tensors["weight_packed"], tensors["weight_scale"]
         n_in, is_apart = self._width(packed.shape[1], scales.shape[1])
-        codes = self._numbers(packed, n_in, is_apart).short()
-        if "weight_g_idx" in tensors:
-            index = tensors["weight_g_idx"].long()
-        else:
-            index = runs(n_in, scales.shape[1], self.rule.group or n_in, packed.device)
+        codes = self._numbers(packed, n_in, is_apart)
+        index = order(n_in, scales.shape[1], self.rule.group or n_in, tensors.get("weight_g_idx"), packed.device)
         zeros = self._zeros(tensors)
-        return Wholes(codes - (1 << self.bits - 1 if zeros is None else zeros.short()[:, index]), scales, index)
+        if zeros is None:
+            zeros = torch.full(scales.shape, 1 << self.bits - 1, dtype=torch.uint8, device=packed.device)
+        return Wholes(less(codes, zeros, index, self.bits), scales, index)
 
     def limits(self, tensors: Tensors) -> tuple[int, int]:
         zeros = self._zeros(tensors)

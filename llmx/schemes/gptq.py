@@ -16,7 +16,7 @@ from torch import Tensor
 from llmx.errors import UsageError
 from llmx.schemes.base import Axis, Case, Dims, Kind, Layout, Scheme, Tensors
 from llmx.schemes.grid import Grid, even, from_words, to_words
-from llmx.schemes.whole import Wholes, WholeScheme, around_zero, run_size, runs, symmetric, word_axis
+from llmx.schemes.whole import Wholes, WholeScheme, around_zero, less, order, run_size, symmetric, word_axis
 
 if TYPE_CHECKING:
     from llmx.formats.checkpoint import Stored
@@ -112,11 +112,10 @@ class GPTQ(WholeScheme):
         return layout
 
     def wholes(self, tensors: Tensors) -> Wholes:
-        codes, zeros, _ = numbers(tensors, self.version)
+        codes, zeros, bits = numbers(tensors, self.version)
         n_in, groups = codes.shape[1], zeros.shape[1]
-        in_order = runs(n_in, groups, self.group or n_in, codes.device)
-        index = tensors["g_idx"].long() if "g_idx" in tensors else in_order
-        return Wholes(codes.short() - zeros.short()[:, index], tensors["scales"].T, index)
+        index = order(n_in, groups, self.group or n_in, tensors.get("g_idx"), codes.device)
+        return Wholes(less(codes, zeros, index, bits), tensors["scales"].T, index)
 
     def limits(self, tensors: Tensors) -> tuple[int, int]:
         none = tensors["qweight"][:0]

@@ -58,6 +58,8 @@ def to_words(numbers: Tensor, bits: int) -> Tensor:
 
 def from_words(packed: Tensor, bits: int, n: int) -> Tensor:
     """The inverse of `to_words`: int32 (..., words) -> the first `n` numbers in them, uint8 (..., n)."""
+    if 8 % bits == 0:
+        return _from_bytes(bytes_of(packed), bits)[..., :n]
     words, each = even(bits)
     missing = -packed.shape[-1] % words
     whole = torch.nn.functional.pad(packed, (0, missing)).unflatten(-1, (-1, words))
@@ -69,6 +71,20 @@ def from_words(packed: Tensor, bits: int, n: int) -> Tensor:
             number = number & (1 << 32 - bit) - 1 | whole[..., word + 1] << 32 - bit
         numbers[..., index] = number & (1 << bits) - 1
     return numbers.flatten(-2)[..., :n]
+
+
+def bytes_of(words: Tensor) -> Tensor:
+    """int32 (..., n) -> their bytes, lowest first, uint8 (..., 4 n)."""
+    return words.contiguous().flatten().view(torch.uint8).reshape(*words.shape[:-1], 4 * words.shape[-1])
+
+
+def _from_bytes(packed: Tensor, bits: int) -> Tensor:
+    """uint8 (..., bytes) -> the numbers of 1, 2, 4 or 8 bits in them, in order."""
+    each = 8 // bits
+    numbers = torch.empty(*packed.shape, each, dtype=torch.uint8, device=packed.device)
+    for index in range(each):
+        torch.bitwise_and(packed >> index * bits, (1 << bits) - 1, out=numbers[..., index])
+    return numbers.flatten(-2)
 
 
 def as_signed(words: Tensor) -> Tensor:

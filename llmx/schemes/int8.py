@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from llmx.schemes.base import Axis, Case, Kind, Layout, Scheme, Tensors
-from llmx.schemes.whole import UNREAD, Wholes, WholeScheme, runs, scale_axes, symmetric
+from llmx.schemes.whole import UNREAD, Wholes, WholeScheme, less, order, scale_axes, symmetric
 
 if TYPE_CHECKING:
     from llmx.formats.checkpoint import Stored
@@ -62,11 +62,11 @@ class Int8(WholeScheme):
         weight = tensors["weight"]
         n_out, n_in = weight.shape
         scales = _table(tensors["weight_scale"], n_out)
-        index = runs(n_in, scales.shape[1], self.group or n_in, weight.device)
+        index = order(n_in, scales.shape[1], self.group or n_in, None, weight.device)
         zeros = tensors.get("weight_zero_point")
         if zeros is None:
             return Wholes(weight, scales, index)
-        return Wholes(weight.short() - _table(zeros, n_out).short()[:, index], scales, index)
+        return Wholes(less(weight, _table(zeros, n_out).expand_as(scales), index, 8), scales, index)
 
     def limits(self, tensors: Tensors) -> tuple[int, int]:
         zeros = tensors.get("weight_zero_point")

@@ -25,12 +25,30 @@ LAYOUTS = (("q4", 8), ("q5", 16), ("q8", 128))  # each holds numbers from -limit
 class Wholes:
     """A weight is number * scale.
 
-    numbers: int16 or int8 (n_out, n_in). scales: floats (n_out, groups). index: the group of each input, int64 (n_in,).
+    numbers: int16 or int8 (n_out, n_in). scales: floats (n_out, groups). index: the group of each input, int64 (n_in,);
+    None: as many in each group, one after the other.
     """
 
     numbers: Tensor
     scales: Tensor
-    index: Tensor
+    index: Tensor | None
+
+
+def less(codes: Tensor, zeros: Tensor, index: Tensor | None, bits: int) -> Tensor:
+    """Codes (n_out, n_in) less the zeros (n_out, groups) of their groups, bytes -> int8, or int16 for 8 bits."""
+    kind = torch.int16 if bits == 8 else torch.int8
+    if index is not None:
+        return codes.to(kind) - zeros.to(kind)[:, index]
+    n_in, groups = codes.shape[1], zeros.shape[1]
+    of_groups = codes.to(kind).reshape(len(codes), groups, n_in // groups)
+    return (of_groups - zeros.to(kind)[..., None]).flatten(1)
+
+
+def order(n_in: int, groups: int, size: int, stored: Tensor | None, device: torch.device) -> Tensor | None:
+    """Wholes.index, from that which is `stored`, or from groups of `size`."""
+    index = runs(n_in, groups, size, device) if stored is None else stored.long()
+    even = n_in % groups == 0 and torch.equal(index, torch.arange(n_in, device=device) // (n_in // groups))
+    return None if even else index
 
 
 def runs(n_in: int, groups: int, size: int, device: torch.device) -> Tensor:
@@ -90,7 +108,12 @@ class WholeScheme(Scheme):
 
     def unpack(self, tensors: Tensors, dtype: torch.dtype) -> Tensor:
         found = self.wholes(tensors)
-        return found.numbers.float().mul_(found.scales.float()[:, found.index]).to(dtype)
+        numbers, scales = found.numbers.float(), found.scales.float()
+        if found.index is not None:
+            return numbers.mul_(scales[:, found.index]).to(dtype)
+        n_out, groups = scales.shape
+        runs_of = numbers.reshape(n_out, groups, numbers.shape[1] // groups)
+        return runs_of.mul_(scales[..., None]).flatten(1).to(dtype)
 
     def pack_for_kernel(self, tensors: Tensors, layout: Layout, kernels: KernelTable) -> dict[str, Tensor]:
         """In the smallest layout that holds the numbers, if it loses nothing; else as plain float32."""
@@ -101,7 +124,8 @@ class WholeScheme(Scheme):
         name = next((name for name, limit in LAYOUTS if -limit <= low and high < limit), None)
         few = self.wholes(narrow(tensors, layout, {kind: Span(0, min(grain, n_out), n_out)}))
         n_in = few.numbers.shape[1]
-        if name is None or n_in % RUN or not _in_runs(few.index):
+        index = _of_runs(few, n_in)
+        if name is None or index is None:
             return super().pack_for_kernel(tensors, layout, kernels)
         packed: Tensor = kernels.get("new_packed")(name, n_out, n_in)
         grain = max(grain, -(-16 // grain) * grain)  # the kernel keeps 16 outputs together
@@ -113,14 +137,20 @@ class WholeScheme(Scheme):
             if not torch.equal(d.float(), part.scales.float()):
                 return super().pack_for_kernel(tensors, layout, kernels)
             at = packed[start // 16 : -(-stop // 16)]
-            kernels.get("pack_codes")(at, name, part.numbers.to(torch.int8), d[:, part.index[::RUN]])
+            kernels.get("pack_codes")(at, name, part.numbers.to(torch.int8), d[:, index])
         return {name: packed}
 
 
-def _in_runs(index: Tensor) -> bool:
-    """Whether each 32 inputs, one after the other, are of one group."""
+def _of_runs(found: Wholes, n_in: int) -> Tensor | None:
+    """The group of each 32 inputs, int64 (n_in / 32,); None where such 32 are not of one group."""
+    if n_in % RUN:
+        return None
+    groups, index = found.scales.shape[1], found.index
+    if index is None:
+        size = n_in // groups
+        return torch.arange(n_in // RUN, device=found.scales.device) * RUN // size if size % RUN == 0 else None
     each = index.unflatten(0, (-1, RUN))
-    return torch.equal(each, each[:, :1].expand_as(each))
+    return each[:, 0] if torch.equal(each, each[:, :1].expand_as(each)) else None
 
 
 def spread(scales: Tensor, n: int, axis: int, size: int) -> Tensor:
