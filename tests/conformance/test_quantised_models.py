@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+import transformers
 from tiny_models import TOLERANCE, Saved, distance, every_tiny, load, make, open_folder, prompt_of, run, save
 from torch import Tensor
 
@@ -30,7 +31,8 @@ Packed = tuple[dict[str, Tensor], Tensor]  # what is stored, and the weights tha
 def _compressed(form: str, **weights: Any) -> dict[str, Any]:
     said = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True} | weights
     groups = {"group_0": {"targets": ["Linear"], "weights": said}}
-    return {"quant_method": "compressed-tensors", "format": form, "config_groups": groups, "ignore": ["lm_head"]}
+    config = {"quant_method": "compressed-tensors", "format": form, "config_groups": groups, "ignore": ["lm_head"]}
+    return config | {"quantization_status": "compressed"}
 
 
 def _awq(weight: Tensor) -> Packed:
@@ -117,12 +119,12 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def twins(model: Saved, method: str, folder: Path) -> tuple[Path, Path]:
-    """The model quantised, its head too, and with the same weights unpacked."""
+    """The model quantised, and with the same weights unpacked."""
     config, pack = METHODS[method]
     stored, plain = {}, {}
     for name, tensor in model.tensors.items():
         module, _, _ = name.rpartition(".")
-        if tensor.dim() != 2 or "embed_tokens" in name:
+        if tensor.dim() != 2 or "embed_tokens" in name or module in config.get("ignore", ()):
             stored[name] = plain[name] = tensor
             continue
         tensors, weight = pack(tensor)
@@ -152,6 +154,16 @@ def test_a_quantised_model_says_what_its_unpacked_weights_say(
     found, wanted = logits(quantised), logits(plain)
     assert distance(found, wanted) < TOLERANCE
     assert distance(wanted, logits(saved(architecture, home).folder)) > 10 * TOLERANCE, "quantising changed nothing"
+
+
+@pytest.mark.parametrize("method", ["packed", "fp8 rows"])
+def test_transformers_says_the_same_of_what_we_stored(method: str, home: Path, tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors", reason="compressed-tensors, with which transformers reads it, is missing")
+    quantised, _ = twins(saved("LlamaForCausalLM", home), method, tmp_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(quantised, dtype=torch.float32)
+    with torch.no_grad():
+        said = model(input_ids=torch.tensor([prompt_of(model.config.vocab_size, SEEN)])).logits[0]
+    assert distance(logits(quantised), said) < TOLERANCE
 
 
 def test_a_linear_that_lacks_a_tensor_is_named(home: Path, tmp_path: Path) -> None:

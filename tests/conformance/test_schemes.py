@@ -28,7 +28,9 @@ from llmx.loading import CheckpointWeights, Shard
 from llmx.schemes import HELPERS, for_checkpoint, schemes
 from llmx.schemes.base import Axis, Case, Dims, Kind, Layout, Scheme, Segment, Span, narrow, row_axes
 from llmx.schemes.dense import Dense
+from llmx.schemes.fp8 import FP8
 from llmx.schemes.gguf_q8_0 import Q8_0
+from llmx.schemes.gptq import GPTQ
 
 FILES = sorted(p.stem for p in Path(llmx.schemes.__file__).parent.glob("*.py") if p.stem != "__init__")
 
@@ -407,7 +409,29 @@ class WrongShape(Dense):
         return stored["weight"].shape[::-1]
 
 
+class CutsGroups(GPTQ):
+    """Though a g_idx counts the groups from the first of all."""
+
+    def axes(self, stored: Mapping[str, Stored]) -> Layout:
+        layout = super().axes(stored)
+        return layout | {n: (Axis(Kind.IN, 1, 32), layout[n][1]) for n in ("qzeros", "scales")}
+
+
+class WholeScales(FP8):
+    """All scales to every rank, whose rows then get those of others."""
+
+    cases = FP8.cases[1:]  # with a scale for each output
+
+    def __init__(self) -> None:
+        super().__init__(method="compressed-tensors")
+
+    def axes(self, stored: Mapping[str, Stored]) -> Layout:
+        return {**super().axes(stored), "weight_scale": stored["weight_scale"].shape}
+
+
 FAULTS = [
+    CutsGroups,
+    WholeScales,
     SwappedAxes,
     WholeInputs,
     WholeOutputs,
@@ -440,7 +464,7 @@ def test_a_wrong_scheme_is_caught(fault: type[Scheme], tmp_path: Path, monkeypat
     assert caught(fault(), tmp_path, monkeypatch)
 
 
-@pytest.mark.parametrize("honest", [Dense, Q8_0])
+@pytest.mark.parametrize("honest", [Dense, Q8_0, GPTQ, FP8])
 def test_a_right_scheme_is_not(honest: type[Scheme], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not caught(honest(), tmp_path, monkeypatch)
 
