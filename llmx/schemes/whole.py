@@ -1,7 +1,8 @@
 """What Hugging Face's quantised linears share: whole numbers, scales of runs of inputs, words of 32 bits.
 
-Activations are not rounded as "W8A8" and FP8 checkpoints ask for: weights are run exactly, which is closer to the model
-that was quantised. Their `input_scale` is left unread.
+Activations are not rounded as "W8A8" and FP8 checkpoints ask for: weights are run as they are stored, nearer to the
+model that was quantised, and `input_scale` is left unread. Rounding to 8 bits in runs of 32 inputs is the engine's
+own choice (`EngineConfig.activations`), as for GGUF's types.
 """
 
 from __future__ import annotations
