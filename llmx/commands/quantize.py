@@ -70,6 +70,9 @@ def quantize(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say sizes, memory and time only.", **_OUTPUT)] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with what was cut off.", **_OUTPUT)] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace what is there.", **_OUTPUT)] = False,
+    measure: Annotated[
+        bool, typer.Option("--eval", help="Then compare with MODEL: perplexity, KL divergence.", **_OUTPUT)
+    ] = False,
     json: Annotated[
         Path | None, typer.Option("--json", metavar="PATH", help="Write the report there; -: stdout.", **_OUTPUT)
     ] = None,
@@ -102,7 +105,7 @@ def quantize(
     from llmx.report import Report
 
     use_threads(threads, 1)
-    wanted = Wanted(options, group, output, calib, samples, seq_len, seed, resume, force, dry_run)
+    wanted = Wanted(options, group, output, calib, samples, seq_len, seed, resume, force, dry_run, measure)
     with ticker() as say:
         made = run(model, locate(model), wanted, say)
     report = Report(

@@ -236,7 +236,7 @@ class Run:
                     hint=f"what was written is in {self.output.folder}",
                 )
             errors.append(error)
-            states.run(model, index, keep=True)
+            states.hidden[0] = theirs
             for lazy in [*lazies, *linears(model.layers[index])]:
                 lazy.drop()
         return errors

@@ -10,8 +10,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from llmx.config import EngineConfig
 from llmx.errors import UsageError
-from llmx.formats.hub import Located
+from llmx.evals.protocol import DEFAULT_CTX, LLAMA
+from llmx.formats.hub import Located, locate
 from llmx.quantize import calibration
 from llmx.quantize.driver import Run, Source, default_path, fingerprint, open_source
 from llmx.quantize.estimate import estimate
@@ -20,6 +22,7 @@ from llmx.quantize.output import Output, check_free
 
 Say = Callable[[str], None]
 WORST = 5
+EVAL_WINDOWS, EVAL_SEED = 8, 1_000_000
 
 DEFINITIONS = {
     "layers.error": "squared output error over the calibration tokens, as a part of the outputs' squares; of fp8: of "
@@ -46,6 +49,7 @@ class Wanted:
     resume: bool
     force: bool
     dry_run: bool
+    measure: bool = False
 
 
 @dataclass(frozen=True)
@@ -82,6 +86,8 @@ def quantize(name: str, located: Located, wanted: Wanted, say: Say) -> Made:
     files = run.finish()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     layers = [layer for note in run.notes for layer in note["layers"]]
+    if wanted.measure:
+        facts["eval"] = measure(name, path, wanted.seed, longest, say)
     return Made(
         path,
         facts | files | {
@@ -91,6 +97,23 @@ def quantize(name: str, located: Located, wanted: Wanted, say: Say) -> Made:
             "seconds": time.monotonic() - began, "peak_rss_bytes": peak,
         },
     )  # fmt: skip
+
+
+def measure(name: str, path: Path, seed: int, longest: int, say: Say) -> dict[str, Any]:
+    """What `llmx eval PATH --reference NAME` says, on text of the source's own, drawn with another seed.
+
+    Both models compute with activations that are not rounded.
+    """
+    from llmx.evals.run import Findings, Model, evaluate, make_plan, open_tokenizer
+
+    def model(of: str) -> Model:
+        located = locate(of)
+        return Model(EngineConfig(model=of, activations="bf16"), located, open_tokenizer(located))
+
+    plan = make_plan(LLAMA, min(DEFAULT_CTX[LLAMA], longest), EVAL_WINDOWS, seed + EVAL_SEED, None, None, None, True)
+    found = Findings(plan)
+    evaluate(model(str(path)), model(name), found, say)
+    return {key: value for key, value in found.results().items() if key != "reference"}
 
 
 def settled(source: Source, wanted: Wanted, say: Say) -> Options:
@@ -138,6 +161,12 @@ def lines(made: Made) -> list[str]:
         said.append(
             f"mean relative error {error:.3e}, round-to-nearest {nearest:.3e}; "
             f"worst {worst['name']} {worst['error']:.3e}"
+        )
+    if "eval" in results:
+        found = results["eval"]
+        said.append(
+            f"perplexity {found['perplexity']['mean']:.2f} ({found['reference_perplexity']['mean']:.2f} before), "
+            f"KL divergence {found['kld']['mean']:.4f}, same likeliest token {found['same_top']['share']:.1%}"
         )
     if results["fell_back"]:
         said.append(f"{len(results['fell_back'])} layers fell back to round-to-nearest: "

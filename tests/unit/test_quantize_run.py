@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from tiny_models import Saved, Tiny, distance, every_tiny, logits_of, make, prompt_of
+from tiny_models import Saved, Tiny, distance, every_tiny, load, logits_of, make, open_folder, prompt_of
+from tiny_models import run as run_model
 from torch import Tensor
 
 from llmx.errors import LlmxError, UsageError
@@ -92,21 +94,28 @@ def effective(run: Run, out: Path) -> dict[str, Tensor]:
     return found | {f"{owner}.weight": forms.unpack(tensors, run.options) for owner, tensors in packed.items()}
 
 
-def loss(run: Run, out: Path, saved: Saved) -> float:
-    """Root mean square distance of the result's logits by transformers from the source's, in standard deviations."""
-    prompt = prompt_of(saved.config["vocab_size"], 80)
+@contextmanager
+def effective_in(run: Run, out: Path, saved: Saved) -> Iterator[None]:
+    """The result's weights in transformers' model, for a while."""
     before = {name: p.detach().clone() for name, p in saved.model.named_parameters()}
-    wanted = logits_of(saved.model, prompt)
     try:
         with torch.no_grad():
             made = effective(run, out)
             for name, parameter in saved.model.named_parameters():
                 parameter.copy_(made[name])
-        return float((logits_of(saved.model, prompt) - wanted).square().mean().sqrt() / wanted.std())
+        yield
     finally:
         with torch.no_grad():
             for name, parameter in saved.model.named_parameters():
                 parameter.copy_(before[name])
+
+
+def loss(run: Run, out: Path, saved: Saved) -> float:
+    """Root mean square distance of the result's logits by transformers from the source's, in standard deviations."""
+    prompt = prompt_of(saved.config["vocab_size"], 80)
+    wanted = logits_of(saved.model, prompt)
+    with effective_in(run, out, saved):
+        return float((logits_of(saved.model, prompt) - wanted).square().mean().sqrt() / wanted.std())
 
 
 @pytest.mark.parametrize("tiny", TINIES.values(), ids=TINIES.keys())
@@ -153,8 +162,14 @@ def test_what_is_written_is_the_model(
     method: str, more: dict[str, Any], group: int | None, bound: float, saved: Callable[[str], Saved], tmp_path: Path
 ) -> None:
     source = saved(LLAMA)
-    run = whole(source.folder, tmp_path / "out", choose(method, **more), group=group)
-    assert loss(run, tmp_path / "out", source) < bound
+    out = tmp_path / "out"
+    run = whole(source.folder, out, choose(method, **more), group=group)
+    assert loss(run, out, source) < bound
+    prompt = prompt_of(source.config["vocab_size"], 80)
+    model, _ = load(open_folder(out), 100)
+    said = run_model(model, prompt).logits
+    with effective_in(run, out, source):
+        assert distance(said, logits_of(source.model, prompt)) < 0.01
 
 
 def test_hidden_states_of_ragged_texts_are_the_models(saved: Callable[[str], Saved]) -> None:

@@ -1,0 +1,112 @@
+"""`llmx quantize`: what it prints and leaves behind, and what it refuses before it begins."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_models import every_tiny, make
+from tokenizer_samples import byte_level, save
+from typer.testing import CliRunner, Result
+
+from llmx.cli import app
+
+RUNNER = CliRunner()
+LITTLE = ("--samples", "4", "--seq-len", "32")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    tiny = next(tiny for tiny in every_tiny() if tiny.name == "Llama-0")
+    tiny = replace(tiny, options={**tiny.options, "vocab_size": 448})
+    return save(byte_level(), make(tiny, tmp_path_factory.mktemp("tiny") / "little").folder)
+
+
+@pytest.fixture
+def llmx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LLMX_CACHE", str(tmp_path / "cache"))
+
+    def run(*arguments: object) -> Result:
+        return RUNNER.invoke(app, ["quantize", *map(str, arguments), "--threads", "1"])
+
+    return run
+
+
+def test_the_path_is_printed_and_the_report_says_what_was_lost(
+    llmx: Callable[..., Result], model: Path, tmp_path: Path
+) -> None:
+    ran = llmx(model, "--awq", *LITTLE, "--eval", "--json", "report.json")
+    assert ran.exit_code == 0, ran.output
+    assert ran.stdout.splitlines()[-1] == "little-awq-w4g32"
+    assert "group size 32" in ran.stderr
+    config = json.loads((tmp_path / "little-awq-w4g32" / "config.json").read_text())
+    assert config["quantization_config"]["group_size"] == 32
+    results: dict[str, Any] = json.loads((tmp_path / "report.json").read_text())["results"]
+    assert len(results["layers"]) == 21
+    assert results["calibration"]["tokens"] == 128
+    assert results["worse_than_nearest"] == results["fell_back"] == []
+    assert 0 < results["eval"]["kld"]["mean"] < 5
+    files = sum(path.stat().st_size for path in (tmp_path / "little-awq-w4g32").glob("*.safetensors"))
+    assert results["bytes"] < files < results["source_bytes"]
+
+    again = llmx(model, "--awq", *LITTLE)
+    assert again.exit_code == 2
+    assert "is there already" in again.stderr
+    forced = llmx(model, "--awq", *LITTLE, "--force", "--json", "-")
+    assert forced.exit_code == 0, forced.output
+    assert json.loads(forced.stdout)["results"]["layers"] == results["layers"]
+
+
+def test_one_document_that_is_longer_than_a_sample_is_cut_into_several(
+    llmx: Callable[..., Result], model: Path, tmp_path: Path
+) -> None:
+    """AutoAWQ drops such documents, and fails where all are long."""
+    (tmp_path / "long.jsonl").write_text(json.dumps({"text": "long texts count " * 200}) + "\n")
+    ran = llmx(model, "--gptq", *LITTLE, "--calib", "long.jsonl", "--json", "report.json")
+    assert ran.exit_code == 0, ran.output
+    calibration = json.loads((tmp_path / "report.json").read_text())["results"]["calibration"]
+    assert (calibration["texts"], calibration["tokens"]) == (4, 128)
+    (tmp_path / "empty.txt").write_text(" \n")
+    empty = llmx(model, "--gptq", *LITTLE, "--calib", "empty.txt", "-o", "other")
+    assert empty.exit_code == 2
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_dry_run_says_sizes_and_leaves_nothing(llmx: Callable[..., Result], model: Path, tmp_path: Path) -> None:
+    ran = llmx(model, "--gptq", "--dry-run")
+    assert ran.exit_code == 0, ran.output
+    assert "21 linears at 4.62 bits a weight" in ran.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ((), "one of --awq, --gptq, --fp8 and --int8"),
+        (("--awq", "--gptq"), "one of --awq, --gptq, --fp8 and --int8"),
+        (("--awq", "--quantize-lm-head"), "--quantize-lm-head is not built"),
+        (("--gptq", "--group-size", "128"), "Groups of 128 do not divide model.layers.0.self_attn.q_proj (64 inputs)"),
+        (("--gptq", "--group-size", "big"), "--group-size must be auto or a whole number"),
+        (("--gptq", "--ignore", "."), "leaves no linear"),
+        (("--gptq", "--seq-len", "100000"), "--seq-len 100000 is more than the 512 positions"),
+        (("--gptq", "--calib", "not-there.txt"), "not-there.txt"),
+    ],
+)
+def test_what_can_not_be_is_refused_at_once(
+    llmx: Callable[..., Result], model: Path, tmp_path: Path, arguments: tuple[str, ...], says: str
+) -> None:
+    ran = llmx(model, *arguments)
+    assert ran.exit_code == 2
+    assert says in ran.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_gguf_file_is_refused_in_a_sentence(llmx: Callable[..., Result], demo: Path) -> None:
+    ran = llmx(demo, "--awq")
+    assert ran.exit_code == 2
+    assert "is a GGUF file" in ran.stderr
