@@ -3,6 +3,7 @@
 # make test       what CI runs: lint, then every test that this machine can run
 # make native     compile kernels/cpu again after an edit (up to a minute or two)
 # make sanitize   the kernels' tests under the address, undefined-behaviour and thread sanitizers (many minutes)
+# make emulate    the kernels' tests of the set avx512 on a processor with AVX2 (some minutes)
 #
 # TORCH_INDEX=URL takes torch, and torch alone, from another package index (a CPU-only or another CUDA build).
 VENV ?= .venv
@@ -25,7 +26,7 @@ $(READY): $(PY) pyproject.toml CMakeLists.txt constraints.txt
 	@mkdir -p build && touch $@
 
 .DEFAULT_GOAL := $(READY)
-.PHONY: demo test lint native sanitize clean
+.PHONY: demo test lint native sanitize emulate clean
 
 demo: $(READY)
 	$(LLMX) pull demo
@@ -45,23 +46,35 @@ native: $(READY)
 		LLMX_REQUIRE_NATIVE=1 $(PIP) install -q --no-deps --no-build-isolation -e .; \
 	fi
 
-# The library once more with sanitizers in it, under the tests of every op; then the queue and kernels in a program of
-# their own. The preloaded libraries are those that a Python built without sanitizers lacks.
-SANITIZED := build/sanitize/native
+# The library built another way for tests alone, in BUILT and with OPTIONS for CMake; and the tests of every op on it.
 CXX ?= g++
-SANITIZED_TESTS ?= $(addprefix tests/unit/test_,cpu_ops.py linear_packed.py linear_int8.py pack.py sample.py native.py random.py)
+KERNEL_TESTS ?= $(addprefix tests/unit/test_,cpu_ops.py cpu_rows.py linear_packed.py linear_int8.py pack.py sample.py \
+	native.py random.py)
+build_it = mkdir -p $(BUILT) && { $(VENV)/bin/cmake -S . -B $(BUILT) -G Ninja -DCMAKE_CXX_COMPILER=$(CXX) \
+	-DCMAKE_MAKE_PROGRAM=$(abspath $(VENV))/bin/ninja -DPython_EXECUTABLE=$(abspath $(PY)) \
+	-Dnanobind_DIR=$$($(PY) -m nanobind --cmake_dir) $(OPTIONS) && $(VENV)/bin/cmake --build $(BUILT) -j $(JOBS); } \
+	> $(BUILT).log 2>&1 || { cat $(BUILT).log; false; }
+test_it = LLMX_NATIVE=$$(ls $(BUILT)/_native*.so) PYTHONPATH=tests $(PY) -m pytest -q -p native.instead $(KERNEL_TESTS)
+
+# With sanitizers in it, and with the instruction sets that run here; then the queue and kernels in a program of their
+# own. The preloaded libraries are those that a Python built without sanitizers lacks.
+sanitize: BUILT := build/sanitize/native
+sanitize: OPTIONS = -DCMAKE_BUILD_TYPE=Debug -DLLMX_SANITIZE=address,undefined -DLLMX_WITHOUT="$$($(PY) -c \
+	'from llmx.kernels import cpu; print(*{"avx2", "avx512"} - set(cpu.native().isas()), sep=";")')"
 sanitize: $(READY)
-	@mkdir -p $(SANITIZED)
-	$(VENV)/bin/cmake -S . -B $(SANITIZED) -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(VENV))/bin/ninja \
-		-DCMAKE_BUILD_TYPE=Debug -DPython_EXECUTABLE=$(abspath $(PY)) -DCMAKE_CXX_COMPILER=$(CXX) \
-		-Dnanobind_DIR=$$($(PY) -m nanobind --cmake_dir) -DLLMX_SANITIZE=address,undefined > $(SANITIZED).log
-	$(VENV)/bin/cmake --build $(SANITIZED) -j $(JOBS) >> $(SANITIZED).log || { cat $(SANITIZED).log; false; }
+	$(build_it)
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
-		ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONPATH=tests OMP_NUM_THREADS=2 \
-		LLMX_SANITIZED=$$(ls $(SANITIZED)/_native*.so) $(PY) -m pytest -q -p native.sanitized $(SANITIZED_TESTS)
+		ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 OMP_NUM_THREADS=2 $(test_it)
 	$(CXX) -std=c++17 -O1 -g1 -fsanitize=thread -DDRIVE_KERNELS -DLLMX_ISA=portable -ffp-contract=off -Ikernels/cpu \
-		tests/native/queue_driver.cpp kernels/cpu/runtime/pool.cpp kernels/cpu/*.cpp -o $(SANITIZED)/driver -pthread
-	TSAN_OPTIONS=die_after_fork=0 $(SANITIZED)/driver
+		tests/native/queue_driver.cpp kernels/cpu/runtime/pool.cpp kernels/cpu/*.cpp -o $(BUILT)/driver -pthread
+	TSAN_OPTIONS=die_after_fork=0 $(BUILT)/driver
+
+# The sources of the set avx512, with tests/native/avx512_emulated.h for what this processor may lack.
+emulate: BUILT := build/emulate
+emulate: OPTIONS := -DCMAKE_BUILD_TYPE=Release -DLLMX_EMULATE_AVX512=ON -DLLMX_WITHOUT=avx2
+emulate: $(READY)
+	$(build_it)
+	OMP_NUM_THREADS=1 $(test_it) -n $(JOBS)
 
 # mypy doesn't know that kernels/* is mapped into the package, so it checks a tree of links where it is.
 TYPED := build/typed

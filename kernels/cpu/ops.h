@@ -48,11 +48,18 @@
   OP(isa, look_up, (float* out, const uint8_t* stored, int64_t row_bytes, int64_t count,                 \
                     const int64_t* ids, int64_t rows, int64_t hidden, int32_t kind, int32_t threads))
 
-#if defined(__x86_64__)  // the same list as in CMakeLists.txt, worst first
-#define LLMX_ISAS(X) X(portable) X(avx2) X(avx512)
+// The same list as in CMakeLists.txt, worst first.
+#if defined(__x86_64__) && !defined(LLMX_WITHOUT_AVX2)
+#define LLMX_AVX2(X) X(avx2)
 #else
-#define LLMX_ISAS(X) X(portable)
+#define LLMX_AVX2(X)
 #endif
+#if defined(__x86_64__) && !defined(LLMX_WITHOUT_AVX512)
+#define LLMX_AVX512(X) X(avx512)
+#else
+#define LLMX_AVX512(X)
+#endif
+#define LLMX_ISAS(X) X(portable) LLMX_AVX2(X) LLMX_AVX512(X)
 
 #define LLMX_DECLARE(isa, name, args) void name args;
 #ifdef LLMX_ISA

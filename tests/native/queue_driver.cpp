@@ -118,9 +118,10 @@ std::vector<float> attended(int64_t tokens, int threads) {
   for (int64_t b = 0; b < BLOCKS; ++b) table[static_cast<size_t>(b)] = BLOCKS - 1 - b;
   const int64_t base = 0;
   std::vector<float> out(q.size());
-  LLMX_ISA::attention(out.data(), q.data(), reinterpret_cast<const uint8_t*>(keys.data()),
-                      reinterpret_cast<const uint8_t*>(values.data()), HEADS, KV, DIM, SLOTS, 0, units.data(), tokens,
-                      prefix.data(), table.data(), BLOCKS, SIZE, &base, nullptr, 0, 0.2f, 0.0f, 0, 0, threads);
+  const auto bytes = [](const std::vector<float>& x) { return reinterpret_cast<const uint8_t*>(x.data()); };
+  LLMX_ISA::attention(out.data(), q.data(), bytes(keys), bytes(values), nullptr, HEADS, KV, DIM, SIZE * DIM * 4,
+                      SLOTS * DIM * 4, 0, units.data(), tokens, prefix.data(), table.data(), BLOCKS, SIZE, &base,
+                      nullptr, 0, nullptr, 0.2f, 0.0f, 0, 0, threads);
   return out;
 }
 

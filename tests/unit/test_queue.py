@@ -43,3 +43,8 @@ def test_the_queue_runs_every_task_once(tmp_path: Path) -> None:
     compiled(driver)
     done = subprocess.run([driver, "4000"], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr
+
+
+def test_the_driver_calls_kernels_as_they_are_declared(tmp_path: Path) -> None:
+    """`make sanitize` compiles and runs it with them, which takes minutes."""
+    assert compiled(tmp_path / "driver", "-fsyntax-only", "-DDRIVE_KERNELS", "-DLLMX_ISA=portable")

@@ -20,7 +20,8 @@ built = pytest.mark.skipif(not cpu.available(), reason=f"cpu kernels: {cpu.descr
 
 def logits_of(rng: random.Random, rows: int, vocab: int) -> Tensor:
     """Rows of several kinds: spread and flat, tied, huge, tiny, with holes."""
-    x = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(rng.randrange(2**31)))
+    generator = torch.Generator().manual_seed(rng.randrange(2**31))
+    x = torch.randn(rows, vocab, generator=generator)
     for row in x:
         kind = rng.randrange(9)
         row *= [3, 0.05, 10, 3, 1e30, 1e-30, 2, 3, 3][kind]
@@ -29,7 +30,7 @@ def logits_of(rng: random.Random, rows: int, vocab: int) -> Tensor:
         elif kind == 6:
             row.copy_(row.round())
         elif kind == 7:
-            row[torch.rand(vocab) < 0.9] = -torch.inf
+            row[torch.rand(vocab, generator=generator) < 0.9] = -torch.inf
         elif kind == 8:
             row.fill_(-0.0 if rng.random() < 0.5 else 1.5)
             row[vocab // 2 :: 2] = 0.0

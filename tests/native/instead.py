@@ -1,4 +1,4 @@
-"""A pytest plugin (`-p native.sanitized`) that has the tests run a library with sanitizers: LLMX_SANITIZED=its path."""
+"""A pytest plugin (`-p native.instead`) that has the tests run a library built another way: LLMX_NATIVE=its path."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NAME = "llmx.kernels.cpu._native"
 
 
 def _load() -> None:
-    found = importlib.util.spec_from_file_location(NAME, os.environ["LLMX_SANITIZED"])
+    found = importlib.util.spec_from_file_location(NAME, os.environ["LLMX_NATIVE"])
     assert found is not None
     assert found.loader is not None
     assert NAME not in sys.modules
@@ -27,7 +27,7 @@ def _load() -> None:
 
 
 def _guarded(size: int) -> Tensor:
-    """As `memory.take`, but from the allocator that the sanitizer watches: one tensor does not lead to the next."""
+    """As `memory.take`, but from the allocator that a sanitizer watches: one tensor does not lead to the next."""
     return torch.zeros(size, dtype=torch.uint8)
 
 
