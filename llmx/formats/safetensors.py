@@ -85,7 +85,7 @@ def write_shard(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
             file.write(len(text).to_bytes(8, "little") + text)
             for name in order:
                 if tensors[name].numel():
-                    file.write(memoryview(tensors[name].detach().contiguous().flatten().view(torch.uint8).numpy()))
+                    file.write(tensors[name].detach().contiguous().flatten().view(torch.uint8).numpy().data)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
