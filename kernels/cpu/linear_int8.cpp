@@ -3,7 +3,7 @@
 // A row is rounded in groups of 32 inputs: scale = max |x| / 127, q = round(x * (127 / max |x|)), ties to even. An
 // output is one chain over the groups: acc = fma(sum of code * q, weight's scale * scale, acc), and where the weights
 // have a minimum acc = fma(minimum, scale * sum of q, acc) after it. The sums are exact, so that a row's bits depend on
-// neither rows, tiles nor threads. A group with an infinity or a NaN gives NaN.
+// neither rows, tiles nor threads. A group with an infinity or a NaN gives NaN, one of numbers below 1e-36 zero.
 #include "dots.h"
 #include "ops.h"
 #include "packed.h"
@@ -14,6 +14,7 @@ namespace {
 
 #define LLMX_UNROLL _Pragma("GCC unroll 16")
 constexpr int64_t SOME = 4 * 1024;  // numbers that are worth a task of their own
+constexpr float TINIEST = 1e-36f;   // 127 by less is infinite
 
 // What a tile of `rows` rows keeps of each group, rows side by side: 8 dwords of q, then the scale, scale * sum of q,
 // and minus 8 times that sum, of all 32 and of the first 16.
@@ -35,9 +36,10 @@ LLMX_INLINE Sums round_group(const float* x, int8_t* q) {
   const F a = load(x), b = load(x + LANES);
   const float highest = most_of(most(size_of(a), size_of(b)));
   const float bad = sum_of(add(mul(a, zero()), mul(b, zero())));  // zero, or NaN
-  const float up = highest > 0.0f ? 127.0f / highest : 0.0f;
+  const float up = highest > TINIEST ? 127.0f / highest : 0.0f;
   const int32_t first = round_to_bytes(mul(a, all(up)), q), second = round_to_bytes(mul(b, all(up)), q + LANES);
-  const float scale = highest / 127.0f + bad;
+  if (bad != bad) return {bad, bad, 0, 0};  // what was no number has become INT32_MIN: sums of it overflow
+  const float scale = highest / 127.0f;
   return {scale, scale * static_cast<float>(first + second), -8 * (first + second), -8 * first};
 }
 

@@ -30,9 +30,9 @@ def round_rows(x: Tensor) -> Tensor:
     """x (rows, n_in) as products of bytes see it: each 32 inputs rounded to 8 bits, in x.dtype.
 
     scale = max |x| / 127, q = round(x * (127 / max |x|)), ties to even; the result is q * scale. As ggml's Q8_0, but
-    with scales in float32. A run with an infinity or NaN becomes NaN.
+    with scales in float32. A run with an infinity or NaN becomes NaN, one of numbers below 1e-36 zeros.
     """
     groups = x.float().reshape(len(x), -1, 32)
     most = groups.abs().amax(-1, keepdim=True)
-    up = torch.where(most > 0, 127.0 / most, 0.0)
+    up = torch.where(most > 1e-36, 127.0 / most, 0.0)  # 127 by less is infinite
     return ((groups * up).round() * (most / 127.0)).reshape(x.shape).to(x.dtype)

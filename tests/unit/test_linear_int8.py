@@ -99,6 +99,18 @@ def test_zeros_give_zero(isa: str) -> None:
     assert torch.equal(linear(torch.zeros(2, 256), tuple(segment)), torch.zeros(2, 20))
 
 
+@pytest.mark.parametrize("tiny", [1e-35, 1e-37, 1e-40, 1e-45])
+def test_tiny_numbers_give_tiny_ones(isa: str, tiny: float) -> None:
+    """127 by one of them may be infinite, and zero times that no number."""
+    x = draw(3, 256) * tiny
+    x[:, ::3] = 0.0
+    for kind in ("Q4_0", "Q4_K", "Q8_0"):
+        *segment, weight = made(next(s for s in PARTED if s.kind == kind), 20, 256)
+        off = linear(x, tuple(segment)).double() - x.double() @ weight.T
+        assert bool((off.abs() <= 2 * x.double().abs() @ weight.abs().T + 1e-44).all())
+    assert bool(((round_rows(x) - x).abs() <= x.abs().amax()).all())
+
+
 @pytest.mark.parametrize("activations", ["int8", "bf16"])
 def test_the_reference_rounds_rows_where_the_kernel_does(activations: str) -> None:
     scheme = next(s for s in PARTED if s.kind == "Q4_1")
