@@ -97,7 +97,9 @@ def quantize(
     o.writable(None if json == Path("-") else json)
     ready(model)
     known = identity(model)
-    from llmx.device import use_threads
+    from llmx.device import use_threads, yield_while_waiting
+
+    yield_while_waiting()
     from llmx.formats import identity as weights
     from llmx.formats.hub import locate
     from llmx.quantize.run import DEFINITIONS, Wanted, lines
