@@ -98,8 +98,8 @@ def notes(plan: Plan) -> Iterator[str]:
 
 
 def readable(stored: str) -> bool:
-    """Whether this version has the scheme: plain dtypes and GGUF's types (a test compares)."""
-    return stored not in ("fp8", "fp8-block", "int8", "awq", "gptq", "mxfp4", "q1_0") and not stored.startswith("w")
+    """Whether this version has the scheme: plain dtypes, GGUF's types, what quantizers write (a test compares)."""
+    return stored not in ("mxfp4", "q1_0")
 
 
 def show(console: Console, plan: Plan, explain: bool) -> None:
