@@ -15,7 +15,7 @@ from typing import Any
 from openai import OpenAI
 from server.running import PATIENCE, eventually
 
-ENDLESS: dict[str, Any] = {"prompt": "the", "temperature": 0, "max_tokens": 200, "extra_body": {"ignore_eos": True}}
+STREAM: dict[str, Any] = {"prompt": "the", "temperature": 0, "max_tokens": 200, "extra_body": {"ignore_eos": True}}
 
 
 class Served:

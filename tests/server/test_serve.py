@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import socket
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 from openai import APIConnectionError, AuthenticationError, OpenAI
 from server.running import PATIENCE, eventually
-from server.served import ENDLESS, Served, alive, command, connected, serving
+from server.served import STREAM, Served, alive, command, connected, serving
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks processes up in /proc")
 
@@ -73,13 +74,15 @@ def test_a_broken_model_file_is_one_sentence_and_exit_code_2(tmp_path: Path) -> 
 def test_a_signal_lets_the_running_stream_finish(tiny: Path, number: int, code: int) -> None:
     with serving(tiny) as served, connected(served) as client:
         engine = served.engine
-        stream = client.completions.create(model="tiny", stream=True, **ENDLESS)
+        stream = client.completions.create(model="tiny", stream=True, **STREAM)
         next(iter(stream))
+        os.kill(engine, signal.SIGSTOP)  # so that the stream runs when the signal comes, however fast the machine is
         served.process.send_signal(number)
+        assert eventually(lambda: "Stopping: up to 30 s for 1 running request(s)" in served.said)
+        os.kill(engine, signal.SIGCONT)
         last = [chunk.choices[0].finish_reason for chunk in stream][-1]
         assert last == "length"
         assert served.ended() == code
-        assert "Stopping: up to 30 s for 1 running request(s)" in served.said
         assert not alive(engine)
         with pytest.raises(APIConnectionError):
             client.models.list()

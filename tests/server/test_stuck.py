@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -14,11 +16,23 @@ from typing import Any
 import pytest
 from openai import APIError, OpenAI
 from server.running import eventually
-from server.served import ENDLESS, Served, alive, children, connected, serving
+from server.served import STREAM, Served, alive, children, connected, serving
 
+# Still running when a test gets to what it does next: 200 tokens are over in a tenth of a second on a quiet machine.
+ENDLESS = {**STREAM, "max_tokens": 60_000}
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks processes up in /proc")
 PROMISE = 5.0  # seconds in which streams tell that the engine is gone
 AT_ONCE = 1.0
+
+
+@pytest.fixture(scope="module")
+def patient(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model, with a context long enough for streams that never end by themselves."""
+    folder = tmp_path_factory.mktemp("patient") / "tiny"
+    shutil.copytree(tiny, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 2**16}))
+    return folder
 
 
 def everyone(served: Served) -> list[int]:
@@ -44,8 +58,8 @@ def how_it_ended(stream: Iterator[Any]) -> tuple[str, float]:
 
 
 @pytest.mark.parametrize(("ranks", "victim"), [(1, 0), (2, 0), (2, 1)], ids=["engine", "rank 0 of 2", "rank 1 of 2"])
-def test_when_a_process_of_the_engine_is_killed_all_streams_say_so_in_time(tiny: Path, ranks: int, victim: int) -> None:
-    with serving(tiny, "--tp", str(ranks)) as served, connected(served) as client:
+def test_when_a_process_of_the_engine_is_killed_all_streams_say_so(patient: Path, ranks: int, victim: int) -> None:
+    with serving(patient, "--tp", str(ranks)) as served, connected(served) as client:
         processes = everyone(served)
         assert len(processes) == ranks
         streams = first_chunks(client, 3)
@@ -65,8 +79,8 @@ def test_when_a_process_of_the_engine_is_killed_all_streams_say_so_in_time(tiny:
 
 
 @pytest.mark.parametrize(("ranks", "victim"), [(1, 0), (2, 1)], ids=["engine", "rank 1 of 2"])
-def test_a_second_interrupt_ends_a_hung_engine_at_once(tiny: Path, ranks: int, victim: int) -> None:
-    with serving(tiny, "--tp", str(ranks), "--drain-seconds", "600") as served, connected(served) as client:
+def test_a_second_interrupt_ends_a_hung_engine_at_once(patient: Path, ranks: int, victim: int) -> None:
+    with serving(patient, "--tp", str(ranks), "--drain-seconds", "600") as served, connected(served) as client:
         processes = everyone(served)
         stream = client.completions.create(model="tiny", stream=True, **ENDLESS)
         os.kill(processes[victim], signal.SIGSTOP)
@@ -83,8 +97,8 @@ def test_a_second_interrupt_ends_a_hung_engine_at_once(tiny: Path, ranks: int, v
         assert "Traceback" not in served.said
 
 
-def test_a_hung_engine_does_not_hold_up_the_end_once_its_time_is_over(tiny: Path) -> None:
-    with serving(tiny, "--drain-seconds", "0.5") as served, connected(served) as client:
+def test_a_hung_engine_does_not_hold_up_the_end_once_its_time_is_over(patient: Path) -> None:
+    with serving(patient, "--drain-seconds", "0.5") as served, connected(served) as client:
         engine = served.engine
         stream = client.completions.create(model="tiny", stream=True, **ENDLESS)
         os.kill(engine, signal.SIGSTOP)
@@ -96,8 +110,8 @@ def test_a_hung_engine_does_not_hold_up_the_end_once_its_time_is_over(tiny: Path
         assert not alive(engine)
 
 
-def test_if_the_server_is_killed_a_hung_engine_ends_with_it(tiny: Path) -> None:
-    with serving(tiny, "--tp", "2") as served:
+def test_if_the_server_is_killed_a_hung_engine_ends_with_it(patient: Path) -> None:
+    with serving(patient, "--tp", "2") as served:
         processes = everyone(served)
         for one in processes:
             os.kill(one, signal.SIGSTOP)
