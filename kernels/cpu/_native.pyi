@@ -41,6 +41,9 @@ def pack_blocks(
     threads: int,
     /,
 ) -> None: ...
+def quantize_blocks(
+    out: int, rows: int, importance: int, count: int, inputs: int, kind: int, threads: int, /
+) -> None: ...
 def attention(
     out: int,
     q: int,

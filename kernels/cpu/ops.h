@@ -17,6 +17,8 @@
                           int64_t outputs, int32_t format))                                              \
   OP(isa, pack_blocks, (uint8_t* packed, int64_t block_bytes, const uint8_t* rows, int64_t row_bytes,     \
                         int64_t outputs, int64_t inputs, int32_t kind, int32_t layout, int32_t threads)) \
+  OP(isa, quantize_blocks, (uint8_t* out, const float* rows, const float* importance, int64_t count,     \
+                            int64_t inputs, int32_t kind, int32_t threads))                              \
   OP(isa, attention, (float* out, const float* q, const uint8_t* keys, const uint8_t* values,            \
                       const uint8_t* scales, int64_t heads, int64_t kv_heads, int64_t dim,               \
                       int64_t block_bytes, int64_t head_bytes, int32_t kind, const int64_t* units,       \

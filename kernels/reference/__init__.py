@@ -11,6 +11,7 @@ KERNELS: dict[str, str] = {
     "norm_heads": "norm:norm_heads",
     "philox_uniform": "random:philox_uniform",
     "plan_attention": "attention:plan_attention",
+    "quantize_blocks": "quantize:quantize_blocks",
     "rms_norm": "norm:rms_norm",
     "round_rows": "linear:round_rows",
     "rope_and_write": "rope:rope_and_write",
