@@ -14,6 +14,7 @@ from llmx import __version__
 from llmx.commands.bench import bench
 from llmx.commands.chat import chat
 from llmx.commands.compare import compare
+from llmx.commands.convert_hf import convert_hf
 from llmx.commands.diff import diff
 from llmx.commands.env import env
 from llmx.commands.eval import eval as evaluate
@@ -92,7 +93,7 @@ def llmx(
     """Run, serve and benchmark open LLMs. A command given no model uses `demo`."""
 
 
-for command in (generate, chat, serve, quantize, bench, evaluate, compare, pull, plan, diff, env):
+for command in (generate, chat, serve, quantize, convert_hf, bench, evaluate, compare, pull, plan, diff, env):
     app.command()(configurable(command))
 
 

@@ -98,8 +98,11 @@ def write_gguf(
     config: Config,
     tensors: Mapping[str, Tensor],
     more: Mapping[str, Any] | None = None,
+    kind: str | None = None,
+    raw: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """A file of GGUF architecture `name` from transformers' config.json and weights; `more`: further metadata.
+    """A file of GGUF architecture `name` from transformers' config.json and weights; `more`: further metadata; `kind`:
+    the type in which matrices are packed; `raw`: further tensors, by their names in the file.
 
     Raises Inexpressible where that is so.
     """
@@ -116,6 +119,8 @@ def write_gguf(
             writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
     if form.extra is not None:
         form.extra(writer, config)
+    for stored, tensor in (raw or {}).items():
+        writer.add_tensor(stored, tensor.numpy())
     arch = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == name)
     names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
     for hf_name, tensor in tensors.items():
@@ -126,7 +131,12 @@ def write_gguf(
         for part, heads in (("q_proj.", "num_attention_heads"), ("k_proj.", "num_key_value_heads")):
             if form.permuted and part in hf_name:
                 tensor = tensor.unflatten(0, (config[heads], 2, -1)).transpose(1, 2).flatten(0, 2)
-        writer.add_tensor(stored, tensor.contiguous().numpy())
+        array = tensor.contiguous().numpy()
+        if kind is not None and tensor.dim() == 2:
+            packed = gguf.GGMLQuantizationType[kind]
+            writer.add_tensor(stored, gguf.quantize(array, packed), raw_dtype=packed)
+        else:
+            writer.add_tensor(stored, array)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -70,22 +70,35 @@ def write_shard(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     import torch
 
     kinds = {getattr(torch, name): kind for kind, (_, name) in PLAIN.items() if hasattr(torch, name)}
-    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    stored = [
+        Stored(name, kinds[tensor.dtype], tuple(tensor.shape), tensor.numel() * tensor.element_size())
+        for name, tensor in tensors.items()
+    ]
+    stream_shard(path, stored, tensors.__getitem__)
+
+
+def stream_shard(path: Path, tensors: Iterable[Stored], read: Callable[[str], torch.Tensor]) -> None:
+    """As `write_shard`, with one tensor at a time in memory: `read` gives each as it is described."""
+    import torch
+
+    order = sorted(tensors, key=lambda stored: (-PLAIN[stored.kind][0], stored.name))
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for name in order:
-        tensor = tensors[name]
-        begin, end = end, end + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": kinds[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    for stored in order:
+        begin, end = end, end + stored.nbytes
+        header[stored.name] = {"dtype": stored.kind, "shape": list(stored.shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
             file.write(len(text).to_bytes(8, "little") + text)
-            for name in order:
-                if tensors[name].numel():
-                    file.write(tensors[name].detach().contiguous().flatten().view(torch.uint8).numpy().data)
+            for stored in order:
+                tensor = read(stored.name)
+                assert tuple(tensor.shape) == stored.shape, stored.name
+                if stored.nbytes:
+                    written = file.write(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().data)
+                    assert written == stored.nbytes, stored.name
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)

@@ -10,6 +10,7 @@ from llmx.errors import UsageError
 from llmx.formats.fields import Fields
 from llmx.formats.gguf import Gguf
 from llmx.layers.rope import RopeConfig
+from llmx.layers.rope_written import short
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 HF_ACTIVATIONS = {
@@ -19,6 +20,9 @@ HF_ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
 }
+WRITTEN_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
+ATTENTION = frozenset({"q_proj", "k_proj", "v_proj", "o_proj"})
+MLP = frozenset({"gate_proj", "up_proj", "down_proj"})
 # GGUF's names for what every family here has; a family adds its own.
 GGUF_NAMES = {
     "model.embed_tokens": "token_embd",
@@ -146,6 +150,31 @@ def sizes_from_hf(
         "tied": fields.boolean("tie_word_embeddings", tied),
         "activation": HF_ACTIVATIONS[named],
     }
+
+
+def sizes_to_hf(shape: Shape, *, activation: str = "hidden_act") -> dict[str, Any]:
+    """config.json's keys for what `sizes_from_hf` reads."""
+    return {
+        "vocab_size": shape.vocab, "hidden_size": shape.hidden, "intermediate_size": shape.inner,
+        "num_hidden_layers": shape.layers, "num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim, "max_position_embeddings": shape.max_position, "rms_norm_eps": short(shape.eps),
+        "tie_word_embeddings": shape.tied, activation: WRITTEN_ACTIVATIONS[shape.activation],
+    }  # fmt: skip
+
+
+def biases_to_hf(biases: frozenset[str], *, attention: bool = False, mlp: bool = False) -> dict[str, Any]:
+    """attention_bias and mlp_bias, if the family's config has them; each means all linears of that half.
+
+    biases: the last components of the names of linears that have one. UsageError for others than the family has.
+    """
+    written, left = {}, set(biases)
+    for key, has, names in (("attention_bias", attention, ATTENTION), ("mlp_bias", mlp, MLP)):
+        if has:
+            written[key] = biases >= names
+            left -= names if biases >= names else set()
+    if left:
+        raise UsageError(f"There are biases on {', '.join(sorted(left))} alone, which transformers' model hasn't.")
+    return written
 
 
 def windows_from_hf(

@@ -61,7 +61,7 @@ def open_model(located: Located) -> Opened:
 def _open_folder(located: Located) -> Opened:
     fields = load_json(located.path / "config.json")
     named = fields.strings("architectures")
-    family = _family("ARCHITECTURES", named[0] if named else "none", fields.where)
+    family = family_of(named[0] if named else "none", fields.where)
     if not fields.boolean("is_causal", True):
         raise UsageError(f"{fields.where}: is_causal is false; this version runs causal models.")
     config = family.Config.from_hf(fields)
@@ -77,6 +77,11 @@ def _open_gguf(located: Located) -> Opened:
     config = family.Config.from_gguf(fields, checkpoint)
     permuted = {part: getattr(config, heads) for part, heads in family.GGUF_PERMUTED.items()}
     return Opened(family, architecture, config, checkpoint, Names(family.GGUF, permuted), fields, None)
+
+
+def family_of(architecture: str, where: str) -> ModuleType:
+    """The family that runs transformers' `architecture`; UsageError, beginning with `where`, if there is none."""
+    return _family("ARCHITECTURES", architecture, where)
 
 
 @cache

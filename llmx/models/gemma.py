@@ -11,6 +11,7 @@ from llmx.formats.gguf import Gguf
 from llmx.layers import shape
 from llmx.layers.decoder import Decoder
 from llmx.layers.rope import RopeConfig, rope_from_gguf, rope_from_hf
+from llmx.layers.rope_written import rope_to_hf, short
 from llmx.layers.shape import Shape
 
 Model = Decoder
@@ -102,6 +103,27 @@ class Config(Shape):
             attention_cap=fields.number(f"{architecture}.attn_logit_softcapping", 0.0 if third else 50.0, low=0),
             logit_cap=fields.number(f"{architecture}.final_logit_softcapping", 0.0 if third else 30.0, low=0),
         )
+
+    def to_hf(self, biases: frozenset[str]) -> dict[str, Any]:
+        """Norm weights are to be written less 1. The layers with windows keep their base, the others' may be scaled."""
+        third = self.qk_norm == "head"
+        named = ("Gemma3ForCausalLM", "gemma3_text") if third else ("Gemma2ForCausalLM", "gemma2")
+        whole = next(rope for i in range(self.layers) if (rope := self.rope_of(i)) and not self._window(i))
+        written: dict[str, Any] = {"architectures": [named[0]], "model_type": named[1]}
+        written |= shape.sizes_to_hf(self, activation="hidden_activation") | rope_to_hf(whole, self.max_position)
+        if third:
+            local = next((rope for i in range(self.layers) if (rope := self.rope_of(i)) and self._window(i)), None)
+            written["rope_local_base_freq"] = short(local.theta) if local else LOCAL_BASE
+        assert self.scale is not None
+        kinds = ["sliding_attention" if self._window(i) else "full_attention" for i in range(self.layers)]
+        return written | {
+            "query_pre_attn_scalar": round(self.scale**-2), "layer_types": kinds,
+            "sliding_window": next((window for window in self.windows if window), None),
+            "attn_logit_softcapping": self.attention_cap or None, "final_logit_softcapping": self.logit_cap or None,
+        } | shape.biases_to_hf(biases, attention=True)  # fmt: skip
+
+    def _window(self, layer: int) -> int | None:
+        return self.windows[layer % len(self.windows)]
 
 
 def _family(hidden: int, third: bool) -> dict[str, Any]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from llmx.formats.fields import Fields
 from llmx.formats.gguf import Gguf
 from llmx.layers import shape
 from llmx.layers.decoder import Decoder
 from llmx.layers.rope import rope_from_gguf, rope_from_hf
+from llmx.layers.rope_written import rope_to_hf, short
 from llmx.layers.shape import Shape
 
 Model = Decoder
@@ -47,6 +49,15 @@ class Config(Shape):
             scale=fields.number("granite.attention.scale", 0.0) or None,
             logit_scale=1 / fields.number("granite.logit_scale", 1.0, low=1e-6),
         )
+
+    def to_hf(self, biases: frozenset[str]) -> dict[str, Any]:
+        assert self.rope is not None
+        scale = self.head_dim**-0.5 if self.scale is None else self.scale
+        written: dict[str, Any] = {"architectures": ["GraniteForCausalLM"], "model_type": "granite"}
+        written |= shape.sizes_to_hf(self) | rope_to_hf(self.rope, self.max_position)
+        written |= {"embedding_multiplier": short(self.embedding_scale), "attention_multiplier": short(scale)}
+        written |= {"residual_multiplier": short(self.residual_scale), "logits_scaling": short(1 / self.logit_scale)}
+        return written | shape.biases_to_hf(biases, attention=True, mlp=True)
 
 
 TINY = {

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from llmx.formats.fields import Fields
 from llmx.formats.gguf import Gguf
 from llmx.layers import shape
 from llmx.layers.decoder import Decoder
 from llmx.layers.rope import RopeConfig, rope_from_gguf, rope_from_hf
+from llmx.layers.rope_written import rope_to_hf
 from llmx.layers.shape import Shape
 
 Model = Decoder
@@ -37,6 +39,16 @@ class Config(Shape):
         sizes = shape.sizes_from_gguf(fields, checkpoint, "llama")
         window = fields.integer("llama.attention.sliding_window", None, low=1)
         return cls(**sizes, rope=rope_from_gguf(fields, checkpoint, "llama", sizes["head_dim"]), windows=(window,))
+
+    def to_hf(self, biases: frozenset[str]) -> dict[str, Any]:
+        """config.json of what `from_gguf` read; with a window that is Mistral's. biases: linears that have one."""
+        assert self.rope is not None
+        written = shape.sizes_to_hf(self) | rope_to_hf(self.rope, self.max_position)
+        if (window := self.windows[0]) is not None:
+            kind = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": window}
+            return kind | written | shape.biases_to_hf(biases)
+        kind = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+        return kind | written | shape.biases_to_hf(biases, attention=True, mlp=True)
 
 
 # What the conformance test builds with transformers, what makes the family differ from a plainer one (as a change that

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from llmx.errors import UsageError
 from llmx.formats.fields import Fields
@@ -10,6 +11,7 @@ from llmx.formats.gguf import Gguf
 from llmx.layers import shape
 from llmx.layers.decoder import Decoder
 from llmx.layers.rope import rope_from_gguf, rope_from_hf
+from llmx.layers.rope_written import rope_to_hf
 from llmx.layers.shape import Shape
 
 Model = Decoder
@@ -42,6 +44,12 @@ class Config(Shape):
         sizes = shape.sizes_from_gguf(fields, checkpoint, "mistral3")
         window = fields.integer("mistral3.attention.sliding_window", None, low=1)
         return cls(**sizes, rope=rope_from_gguf(fields, checkpoint, "mistral3", sizes["head_dim"]), windows=(window,))
+
+    def to_hf(self, biases: frozenset[str]) -> dict[str, Any]:
+        assert self.rope is not None
+        kind = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": self.windows[0]}
+        sizes = shape.sizes_to_hf(self) | rope_to_hf(self.rope, self.max_position)
+        return kind | sizes | shape.biases_to_hf(biases)
 
 
 _SIZES = {

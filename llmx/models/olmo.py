@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from llmx.formats.fields import Fields
 from llmx.formats.gguf import Gguf
 from llmx.layers import shape
 from llmx.layers.decoder import Decoder
 from llmx.layers.rope import rope_from_gguf, rope_from_hf
+from llmx.layers.rope_written import rope_to_hf
 from llmx.layers.shape import Shape
 
 Model = Decoder
@@ -42,6 +44,12 @@ class Config(Shape):
         sizes = shape.sizes_from_gguf(fields, checkpoint, "olmo2")
         rope = rope_from_gguf(fields, checkpoint, "olmo2", sizes["head_dim"])
         return cls(**sizes, rope=rope, placement="post", qk_norm="full")
+
+    def to_hf(self, biases: frozenset[str]) -> dict[str, Any]:
+        assert self.rope is not None
+        written: dict[str, Any] = {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"}
+        written |= shape.sizes_to_hf(self) | rope_to_hf(self.rope, self.max_position)
+        return written | shape.biases_to_hf(biases, attention=True)
 
 
 TINY = {

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
+from llmx.errors import UsageError
 from llmx.formats.fields import Fields
 from llmx.formats.gguf import Gguf
 from llmx.layers import shape
 from llmx.layers.decoder import Decoder
 from llmx.layers.rope import RopeConfig, rope_from_gguf, rope_from_hf
+from llmx.layers.rope_written import rope_to_hf
 from llmx.layers.shape import Shape
 
 Model = Decoder
@@ -52,6 +55,16 @@ class Config(Shape):
             windows=(window,),
             fused="blk.0.attn_qkv.weight" in checkpoint,
         )
+
+    def to_hf(self, biases: frozenset[str]) -> dict[str, Any]:
+        assert self.rope is not None
+        if not self.fused:
+            raise UsageError("Its q, k and v are tensors of their own, which transformers' Phi-3 doesn't have.")
+        written: dict[str, Any] = {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3"}
+        written |= shape.sizes_to_hf(self) | rope_to_hf(self.rope, self.max_position)
+        written |= {"original_max_position_embeddings": self.rope.original, "sliding_window": self.windows[0]}
+        written["partial_rotary_factor"] = self.rope.rotated / self.head_dim
+        return written | shape.biases_to_hf(biases)
 
 
 def _turning_less(rope: RopeConfig) -> RopeConfig:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from llmx.formats.fields import Fields
 from llmx.formats.gguf import Gguf
 from llmx.layers import shape
 from llmx.layers.decoder import Decoder
 from llmx.layers.rope import rope_from_gguf, rope_from_hf
+from llmx.layers.rope_written import rope_to_hf
 from llmx.layers.shape import Shape
 
 Model = Decoder
@@ -46,6 +48,15 @@ class Config(Shape):
         sizes = shape.sizes_from_gguf(fields, checkpoint, architecture)
         rope = rope_from_gguf(fields, checkpoint, architecture, sizes["head_dim"])
         return cls(**sizes, rope=rope, qk_norm="head" if architecture == "qwen3" else "")
+
+    def to_hf(self, biases: frozenset[str]) -> dict[str, Any]:
+        assert self.rope is not None
+        third = self.qk_norm == "head"
+        named = ("Qwen3ForCausalLM", "qwen3") if third else ("Qwen2ForCausalLM", "qwen2")
+        written: dict[str, Any] = {"architectures": [named[0]], "model_type": named[1], "use_sliding_window": False}
+        written |= shape.sizes_to_hf(self) | rope_to_hf(self.rope, self.max_position)
+        own = frozenset() if third else frozenset({"q_proj", "k_proj", "v_proj"})  # Qwen 2 always has these
+        return written | shape.biases_to_hf(biases - own, attention=third)
 
 
 _SIZES = {

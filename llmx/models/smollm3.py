@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from llmx.errors import UsageError
 from llmx.formats.fields import Fields
@@ -10,6 +11,7 @@ from llmx.formats.gguf import Gguf
 from llmx.layers import shape
 from llmx.layers.decoder import Decoder
 from llmx.layers.rope import rope_from_gguf, rope_from_hf
+from llmx.layers.rope_written import rope_to_hf
 from llmx.layers.shape import Shape
 
 Model = Decoder
@@ -53,6 +55,15 @@ class Config(Shape):
         sizes = shape.sizes_from_gguf(fields, checkpoint, "smollm3")
         rope = rope_from_gguf(fields, checkpoint, "smollm3", sizes["head_dim"])
         return cls(**sizes, ropes=tuple(rope if (i + 1) % INTERVAL else None for i in range(sizes["layers"])))
+
+    def to_hf(self, biases: frozenset[str]) -> dict[str, Any]:
+        turns = [self.rope_of(i) is not None for i in range(self.layers)]
+        rope = next(rope for rope in self.ropes if rope is not None)
+        written: dict[str, Any] = {"architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3"}
+        written |= shape.sizes_to_hf(self) | rope_to_hf(rope, self.max_position)
+        written |= {"no_rope_layers": [int(turn) for turn in turns], "no_rope_layer_interval": INTERVAL}
+        written |= {"use_sliding_window": False, "sliding_window": None}
+        return written | shape.biases_to_hf(biases, attention=True, mlp=True)
 
 
 TINY = {

@@ -283,11 +283,11 @@ class Scheme(ABC):
         """
         if kernels.has("linear_packed") and in_steps(layout, tensors) is not None:
             return self.pack_for_kernel(tensors, layout, kernels)
-        return {"weight": self._unpack_in_steps(tensors, layout, dtype)}
+        return {"weight": self.unpack_in_steps(tensors, layout, dtype)}
 
     def pack_for_kernel(self, tensors: Tensors, layout: Layout, kernels: KernelTable) -> dict[str, Tensor]:
         """In the kernel's layout that loses nothing: plain float32 for schemes that have none of their own."""
-        weight = self._unpack_in_steps(tensors, layout, torch.float32)
+        weight = self.unpack_in_steps(tensors, layout, torch.float32)
         packed: Tensor = kernels.get("new_packed")("F32", *weight.shape)
         kernels.get("pack_numbers")(packed, weight)
         return {"F32": packed}
@@ -302,13 +302,13 @@ class Scheme(ABC):
         if segment.prepared:
             weight = segment.tensors["weight"]
         else:
-            weight = self._unpack_in_steps(segment.tensors, segment.layout, weight_dtype(x.dtype, x.device))
+            weight = self.unpack_in_steps(segment.tensors, segment.layout, weight_dtype(x.dtype, x.device))
         if self.whole_numbers and kernels.activations == "int8" and x.shape[1] % 32 == 0:
             x = kernels.get("round_rows")(x)
         result: Tensor = kernels.get("linear")(x, weight, segment.bias)
         return result
 
-    def _unpack_in_steps(self, tensors: Tensors, layout: Layout, dtype: torch.dtype) -> Tensor:
+    def unpack_in_steps(self, tensors: Tensors, layout: Layout, dtype: torch.dtype) -> Tensor:
         """`unpack`, some rows at a time where the tensors can be cut between rows, to bound temporaries."""
         steps = in_steps(layout, tensors)
         if steps is None:

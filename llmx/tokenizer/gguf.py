@@ -69,6 +69,7 @@ def from_gguf(metadata: Mapping[str, Any], where: str) -> Tokenizer:
         add_bos=fields.boolean(_KEY + "add_bos_token", split is None or split.add_bos),
         suffix=[] if eos_id is None else [eos_id],
         template=_template(fields, specials),
+        specials=specials,
     )
 
 

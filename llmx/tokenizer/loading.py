@@ -66,6 +66,7 @@ def _from_directory(folder: Path) -> Tokenizer:
         bos_id=backend.token_to_id(specials["bos_token"]) if "bos_token" in specials else None,
         eos_ids=_eos_ids(folder, backend, specials),
         template=_template(folder, config, specials),
+        specials=specials,
     )
 
 

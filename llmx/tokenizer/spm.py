@@ -22,7 +22,8 @@ class SpmBackend:
     """Greedy merging of neighbours: the pair that makes the token with the highest score, the leftmost of equals.
 
     prefix: a space is put before each stretch of text, as SentencePiece's add_dummy_prefix does. A character that is no
-    token becomes its bytes' tokens `<0xNN>`, or `unknown` if the vocabulary lacks one of them.
+    token becomes its bytes' tokens `<0xNN>`, or `unknown` if the vocabulary lacks one of them. tokens, scores,
+    added_tokens, prefix, unknown: as they were given.
     """
 
     def __init__(
@@ -34,10 +35,11 @@ class SpmBackend:
         prefix: bool,
         unknown: int,
     ) -> None:
-        self._tokens = tokens
-        self._scores = scores
-        self._prefix = SPACE if prefix else ""
-        self._unknown = unknown
+        self.tokens = tokens
+        self.scores = scores
+        self.prefix, self._prefix = prefix, SPACE if prefix else ""
+        self.added_tokens = tuple(added)
+        self.unknown = unknown
         self._ids = {token: i for i, token in enumerate(tokens)}
         self._bytes = [self._ids.get(f"<0x{byte:02X}>") for byte in range(256)]
         self._splitter = _splitter(len(tokens), added)
@@ -64,7 +66,7 @@ class SpmBackend:
         return ids
 
     def token(self, token_id: int) -> str | None:
-        return self._tokens[token_id] if 0 <= token_id < self.vocab_size else None
+        return self.tokens[token_id] if 0 <= token_id < self.vocab_size else None
 
     def frame(self) -> tuple[list[int], list[int]]:
         return [], []
@@ -72,7 +74,7 @@ class SpmBackend:
     @cached_property
     def _neighbours(self) -> frozenset[str]:
         """Every two characters that stand next to each other in some token."""
-        return frozenset(token[n : n + 2] for token in self._tokens for n in range(len(token) - 1))
+        return frozenset(token[n : n + 2] for token in self.tokens for n in range(len(token) - 1))
 
     def _cut(self, word: str) -> Iterator[str]:
         """A long word in parts over whose borders no merge can reach."""
@@ -88,7 +90,7 @@ class SpmBackend:
         ends = list(range(1, count + 1))  # a symbol is word[start:ends[start]]; the next one starts where it ends
         before = list(range(-1, count))  # where the symbol before it starts; -1: none, or merged away
         queue: list[tuple[float, int, int, int]] = []
-        ids, scores = self._ids, self._scores
+        ids, scores = self._ids, self.scores
 
         def offer(left: int, right: int) -> None:
             if left >= 0 and right < count and (token := ids.get(word[left : ends[right]])) is not None:
@@ -115,7 +117,7 @@ class SpmBackend:
                 yield token
                 continue
             spelled = [self._bytes[byte] for byte in symbol.encode()]
-            yield from [i for i in spelled if i is not None] if None not in spelled else [self._unknown]
+            yield from [i for i in spelled if i is not None] if None not in spelled else [self.unknown]
 
 
 def _words(tokens: Sequence[str]) -> re.Pattern[str]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import tokenizers
@@ -14,13 +15,16 @@ from llmx.tokenizer.pieces import Pieces, Spelling, Stream
 if TYPE_CHECKING:
     from llmx.templates import ChatTemplate
 
+NOTHING: Mapping[str, str] = MappingProxyType({})
+
 
 class Tokenizer:
     """Text <-> token ids.
 
     vocab_size: one more than the highest id (a model's logits may have more, padded, rows). bos_id: the token that
     begins a text, if any; add_bos: whether prompts get it. eos_ids: tokens that end a text. special_ids: control
-    tokens, which `decode` leaves out by default. template: the model's chat template, if it has one.
+    tokens, which `decode` leaves out by default. template: the model's chat template, if it has one. specials: tokens
+    by transformers' names for them ("bos_token"). backend: what makes ids of a text.
 
     Encoding may be called from several threads at once.
     """
@@ -35,24 +39,31 @@ class Tokenizer:
         add_bos: bool | None = None,
         suffix: Sequence[int] | None = None,
         template: ChatTemplate | None = None,
+        specials: Mapping[str, str] = NOTHING,
     ) -> None:
         """`add_bos=None` and `suffix=None` (what comes after a text): as the backend's `frame` has it.
 
         A `tokenizers.Tokenizer` is the tokenizer's own from here on.
         """
-        self._backend = LibraryBackend(backend) if isinstance(backend, tokenizers.Tokenizer) else backend
-        self._pieces = Pieces(spelling, self._backend.token, self._backend.added)
-        self.vocab_size = self._backend.vocab_size
-        self.special_ids = self._backend.special_ids
+        self.backend = LibraryBackend(backend) if isinstance(backend, tokenizers.Tokenizer) else backend
+        self._pieces = Pieces(spelling, self.backend.token, self.backend.added)
+        self.vocab_size = self.backend.vocab_size
+        self.special_ids = self.backend.special_ids
         self.bos_id = bos_id
         self.eos_ids = frozenset(eos_ids)
         self.template = template
-        prefix, after = self._backend.frame()
+        self.specials = dict(specials)
+        prefix, after = self.backend.frame()
         self._suffix = after if suffix is None else list(suffix)
         self.add_bos = bos_id is not None and (bos_id in prefix if add_bos is None else add_bos)
         self._prefix = [i for i in prefix if i != bos_id]
         if self.add_bos and bos_id is not None:
             self._prefix.insert(0, bos_id)
+
+    @property
+    def frame(self) -> tuple[list[int], list[int]]:
+        """What `encode` puts before and after a text."""
+        return list(self._prefix), list(self._suffix)
 
     def encode(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> list[int]:
         """Token ids of a text.
@@ -63,7 +74,7 @@ class Tokenizer:
         RequestError if the text holds half of a surrogate pair.
         """
         try:
-            ids = self._backend.encode(text, parse_special)
+            ids = self.backend.encode(text, parse_special)
         except TypeError:
             raise RequestError(_not_text(text), param="prompt") from None
         if not add_special:

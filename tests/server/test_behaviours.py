@@ -192,7 +192,7 @@ def test_a_chat_begins_once_where_tokenizer_and_template_both_say_so() -> None:
     tokenizer = llm.tokenizer
     begin = tokenizer.encode("<s>")[0]
     llm.tokenizer = Tokenizer(
-        tokenizer._backend,
+        tokenizer.backend,
         Spelling(byte_level=True),
         bos_id=begin,
         add_bos=True,

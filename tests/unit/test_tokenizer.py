@@ -338,7 +338,7 @@ def split_as(regex: str) -> pre_tokenizers.PreTokenizer:
 
 
 def words(tokenizer: Tokenizer, text: str) -> list[str]:
-    return [word for word, _ in tokenizer._backend.inner.pre_tokenizer.pre_tokenize_str(text)]
+    return [word for word, _ in tokenizer.backend.inner.pre_tokenizer.pre_tokenize_str(text)]
 
 
 @pytest.mark.parametrize("pre", ORACLES)

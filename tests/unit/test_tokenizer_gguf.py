@@ -40,7 +40,7 @@ def test_every_pre_tokenizer_gives_the_ids_of_llama_cpp(pre) -> None:
 @pytest.mark.parametrize("pre", ["tekken", "gpt-4o"])
 def test_case_is_that_of_all_alphabets_where_the_model_itself_says_so(pre) -> None:
     tokenizer = load(vocabularies.byte_level(pre))
-    words = [word for word, _ in tokenizer._backend.inner.pre_tokenizer.pre_tokenize_str("приветМИР éaÀB")]
+    words = [word for word, _ in tokenizer.backend.inner.pre_tokenizer.pre_tokenize_str("приветМИР éaÀB")]
     decoded = [bytes(vocabularies.BYTE_ALPHABET[c] for c in word).decode() for word in words]
     assert decoded == ["привет", "МИР", " éa", "ÀB"]
 

@@ -1,0 +1,1 @@
+"""From one kind of model file to another."""
