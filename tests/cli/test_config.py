@@ -20,7 +20,9 @@ from llmx.commands import settings
 COMMANDS: dict[str, Any] = get_command(app).commands  # type: ignore[attr-defined]
 FLAGS = [(name, parameter) for name, command in COMMANDS.items() for parameter in settings.settable(command)]
 TYPES = {
-    str(c.callback.__name__): inspect.signature(c.callback).parameters for c in app.registered_commands if c.callback
+    str(c.callback.__name__).replace("_", "-"): inspect.signature(c.callback).parameters
+    for c in app.registered_commands
+    if c.callback
 }
 # Read elsewhere, so that no flag may take their names.
 OTHERS = settings.READ_ELSEWHERE
