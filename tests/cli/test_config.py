@@ -74,7 +74,7 @@ def test_every_flag_can_be_set_by_a_variable_and_by_a_file(command: str, file: P
         key: [text] if settings.takes_many(parameter) else text if text == "9:11" else yaml.safe_load(text)
         for (key, text), parameter in zip(texts.items(), flags, strict=True)
     }
-    for prefix in ("LLMX_", f"LLMX_{command.upper()}_"):
+    for prefix in ("LLMX_", f"LLMX_{command.upper().replace('-', '_')}_"):
         names = {key: prefix + key.replace("-", "_").upper() for key in texts}
         found = printed(command, **{names[key]: text for key, text in texts.items()})
         assert found == {key: (want[key], f"environment {names[key]}") for key in texts}
@@ -98,7 +98,7 @@ def test_a_key_is_not_printed() -> None:
 
 
 def test_no_two_flags_share_a_variable_and_none_has_a_name_that_is_read_elsewhere() -> None:
-    own = [f"LLMX_{name}_".upper() for name in COMMANDS]
+    own = [f"LLMX_{name}_".upper().replace("-", "_") for name in COMMANDS]
     for name, parameter in FLAGS:
         for variable in settings.variables(name, parameter):
             assert variable.removeprefix("LLMX_") not in OTHERS
