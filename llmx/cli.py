@@ -19,6 +19,7 @@ from llmx.commands.diff import diff
 from llmx.commands.env import env
 from llmx.commands.eval import eval as evaluate
 from llmx.commands.generate import generate
+from llmx.commands.inspect import inspect
 from llmx.commands.plan import plan
 from llmx.commands.pull import pull
 from llmx.commands.quantize import quantize
@@ -93,7 +94,10 @@ def llmx(
     """Run, serve and benchmark open LLMs. A command given no model uses `demo`."""
 
 
-for command in (generate, chat, serve, quantize, convert_hf, bench, evaluate, compare, pull, plan, diff, env):
+for command in (
+    *(generate, chat, serve, quantize, convert_hf, inspect),
+    *(bench, evaluate, compare, pull, plan, diff, env),
+):
     app.command()(configurable(command))
 
 

@@ -5,7 +5,7 @@ Every message names the tensor at fault. Linears that are stored plainly are lef
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from llmx.errors import UsageError
 from llmx.formats.checkpoint import MappedCheckpoint, Stored, by
@@ -20,16 +20,30 @@ Linear = dict[str, Stored]  # by the last component of their names
 
 def check(checkpoint: MappedCheckpoint) -> None:
     """UsageError where the tensors of a linear do not fit together, or not what `checkpoint.quantization` says."""
+    for _, error in faults(checkpoint):
+        raise error
+
+
+def faults(checkpoint: MappedCheckpoint) -> Iterator[tuple[str, UsageError]]:
+    """Each linear that `check` would refuse, by name, and why."""
+    for module, linear in by_module(checkpoint).items():
+        if (found := sign(linear)) is not None:
+            try:
+                _check_linear(checkpoint, module, linear, found)
+            except UsageError as error:
+                yield module, error
+
+
+def by_module(checkpoint: MappedCheckpoint) -> dict[str, Linear]:
+    """The stored tensors by what comes before the last point of their names."""
     groups: dict[str, Linear] = {}
     for name in checkpoint.names():
         module, _, suffix = name.rpartition(".")
         groups.setdefault(module, {})[suffix] = checkpoint.stored(name)
-    for module, linear in groups.items():
-        if (sign := _sign(linear)) is not None:
-            _check_linear(checkpoint, module, linear, sign)
+    return groups
 
 
-def _sign(linear: Linear) -> Stored | None:
+def sign(linear: Mapping[str, Stored]) -> Stored | None:
     """The tensor that shows that a linear is quantised."""
     for suffix in ("qweight", "weight_packed"):
         if suffix in linear:
@@ -39,22 +53,22 @@ def _sign(linear: Linear) -> Stored | None:
     return weight if quantised else None
 
 
-def _check_linear(checkpoint: MappedCheckpoint, module: str, linear: Linear, sign: Stored) -> None:
+def _check_linear(checkpoint: MappedCheckpoint, module: str, linear: Linear, shown: Stored) -> None:
     quantization = checkpoint.quantization
     if quantization is None:
         if len(linear) == 1:  # nothing that a scheme needs is there: who asks for it will hear what it is
             return
         raise UsageError(
-            f"{sign.name} is stored as {sign.kind}, quantised, but no quantization_config says how.",
+            f"{shown.name} is stored as {shown.kind}, quantised, but no quantization_config says how.",
             hint="config.json has it, or in old GPTQ models quantize_config.json",
         )
     rule = quantization.rule(module)
-    suffix = sign.name.rpartition(".")[2]
-    found = "int8" if sign.kind == "I8" else "fp8" if suffix == "weight" else "packed"
+    suffix = shown.name.rpartition(".")[2]
+    found = "int8" if shown.kind == "I8" else "fp8" if suffix == "weight" else "packed"
     fits = rule is not None and (rule.format in ("awq", "gptq") if suffix == "qweight" else rule.format == found)
     if rule is None or not fits:
         says = "leaves this linear out" if rule is None else f"says {rule.format}"
-        raise UsageError(f"{sign.name} is stored as {sign.kind}, but quantization_config {says}.")
+        raise UsageError(f"{shown.name} is stored as {shown.kind}, but quantization_config {says}.")
     CHECKS[rule.format](checkpoint, linear, rule, module)
 
 
@@ -131,12 +145,13 @@ def _check_gptq(checkpoint: MappedCheckpoint, linear: Linear, rule: Rule, module
 def _check_index(checkpoint: MappedCheckpoint, index: Stored, n_in: int, groups: int) -> None:
     """The group of each input."""
     _shaped(index, (n_in,), "the weights")
-    values = _whole_numbers(checkpoint, index)
+    values = whole_numbers(checkpoint, index)
     if values and (min(values) < 0 or max(values) >= groups):
         raise UsageError(f"{index.name} names groups {min(values)} to {max(values)}; there are {groups}.")
 
 
-def _whole_numbers(checkpoint: MappedCheckpoint, stored: Stored) -> memoryview | tuple[int, ...]:
+def whole_numbers(checkpoint: MappedCheckpoint, stored: Stored) -> memoryview | tuple[int, ...]:
+    """Of an I32 or I64 tensor, in its order."""
     region = checkpoint.region(stored.name)
     data = memoryview(region.file.data)[region.offset : region.offset + stored.nbytes]
     return data.cast("i" if stored.kind == "I32" else "q") if stored.nbytes else ()
@@ -147,7 +162,7 @@ def _check_packed(checkpoint: MappedCheckpoint, linear: Linear, rule: Rule, modu
     scales = _stored(linear, module, "weight_scale", 2, FLOATS)
     shape = _stored(linear, module, "weight_shape", 1, ("I64", "I32"))
     _shaped(shape, (2,), "outputs and inputs")
-    n_out, n_in = _whole_numbers(checkpoint, shape)
+    n_out, n_in = whole_numbers(checkpoint, shape)
     words, groups = codes.shape[1], scales.shape[1]
     dense, apart = -(-n_in * rule.bits // 32), -(-n_in // (32 // rule.bits))
     wanted = f"{by((n_out, n_in))} weights of {rule.bits} bits"

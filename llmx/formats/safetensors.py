@@ -31,12 +31,13 @@ def open_safetensors(folder: Path) -> MappedCheckpoint:
 
     Tensors of quantised linears are compared with what the folder's config says of them.
     """
-    checkpoint = MappedCheckpoint("safetensors", _regions(folder), of_folder(folder))
+    checkpoint = MappedCheckpoint("safetensors", read_regions(folder), of_folder(folder))
     check(checkpoint)
     return checkpoint
 
 
-def _regions(folder: Path) -> dict[str, Region]:
+def read_regions(folder: Path) -> dict[str, Region]:
+    """Where each tensor of a folder lies; what quantised linears are made of is not compared."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.is_file():
         return _read_file(single)

@@ -53,12 +53,15 @@ class Names:
         return self.permuted.get(name.rsplit(".", 1)[-1])
 
 
-def open_model(located: Located) -> Opened:
-    """Open and check a located model's files. UsageError for an architecture that no family runs, or a bad config."""
-    return _open_gguf(located) if located.kind == "gguf" else _open_folder(located)
+def open_model(located: Located, checkpoint: Checkpoint | None = None) -> Opened:
+    """Open and check a located model's files. UsageError for an architecture that no family runs, or a bad config.
+
+    checkpoint: of a folder, one that is open already, and is taken as it is.
+    """
+    return _open_gguf(located) if located.kind == "gguf" else _open_folder(located, checkpoint)
 
 
-def _open_folder(located: Located) -> Opened:
+def _open_folder(located: Located, checkpoint: Checkpoint | None) -> Opened:
     fields = load_json(located.path / "config.json")
     named = fields.strings("architectures")
     family = family_of(named[0] if named else "none", fields.where)
@@ -66,7 +69,8 @@ def _open_folder(located: Located) -> Opened:
         raise UsageError(f"{fields.where}: is_causal is false; this version runs causal models.")
     config = family.Config.from_hf(fields)
     dtype = fields.text("dtype", None) or fields.text("torch_dtype", None)
-    return Opened(family, named[0], config, open_safetensors(located.path), Names({}, {}), fields, dtype)
+    checkpoint = checkpoint or open_safetensors(located.path)
+    return Opened(family, named[0], config, checkpoint, Names({}, {}), fields, dtype)
 
 
 def _open_gguf(located: Located) -> Opened:
