@@ -127,6 +127,52 @@ def draw(
     threads: int,
     /,
 ) -> None: ...
+def round_groups(
+    errors: int,
+    weight: int,
+    columns: int,
+    rows: int,
+    inputs: int,
+    group: int,
+    factor: float,
+    top: int,
+    symmetric: int,
+    dtype: int,
+    threads: int,
+    /,
+) -> None: ...
+def search_groups(
+    scales: int,
+    zeros: int,
+    weight: int,
+    metric: int,
+    quadratic: int,
+    rows: int,
+    inputs: int,
+    group: int,
+    factors: int,
+    count: int,
+    top: int,
+    symmetric: int,
+    dtype: int,
+    threads: int,
+    /,
+) -> None: ...
+def gptq_sweep(
+    left: int,
+    codes: int,
+    errors: int,
+    factor: int,
+    stride: int,
+    count: int,
+    outputs: int,
+    scales: int,
+    zeros: int,
+    groups: int,
+    top: int,
+    threads: int,
+    /,
+) -> None: ...
 def gated(out: int, x: int, rows: int, inner: int, kind: int, threads: int, /) -> None: ...
 def norm_heads(
     out: int,

@@ -19,6 +19,16 @@
                         int64_t outputs, int64_t inputs, int32_t kind, int32_t layout, int32_t threads)) \
   OP(isa, quantize_blocks, (uint8_t* out, const float* rows, const float* importance, int64_t count,     \
                             int64_t inputs, int32_t kind, int32_t threads))                              \
+  OP(isa, round_groups, (float* errors, const float* weight, const float* columns, int64_t rows,          \
+                         int64_t inputs, int64_t group, float factor, int32_t top, int32_t symmetric,    \
+                         int32_t dtype, int32_t threads))                                                \
+  OP(isa, search_groups, (float* scales, float* zeros, const float* weight, const float* metric,         \
+                          int32_t quadratic, int64_t rows, int64_t inputs, int64_t group,                \
+                          const float* factors, int64_t count, int32_t top, int32_t symmetric,           \
+                          int32_t dtype, int32_t threads))                                               \
+  OP(isa, gptq_sweep, (const float* left, float* codes, float* errors, const float* factor,              \
+                       int64_t stride, int64_t count, int64_t outputs, const float* scales,              \
+                       const float* zeros, const int64_t* groups, int32_t top, int32_t threads))         \
   OP(isa, attention, (float* out, const float* q, const uint8_t* keys, const uint8_t* values,            \
                       const uint8_t* scales, int64_t heads, int64_t kv_heads, int64_t dim,               \
                       int64_t block_bytes, int64_t head_bytes, int32_t kind, const int64_t* units,       \

@@ -6,6 +6,7 @@ of one product a candidate. Not scaling at all is one of the candidates.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,15 +17,15 @@ from llmx.quantize.grids import (
     Rounding,
     better_rows,
     blocks_of,
+    losses_of,
     nearest,
+    nearest_errors,
     ranged,
-    round_to_nearest,
-    row_losses,
     search,
 )
 from llmx.schemes.grid import Grid
 
-RATIOS = tuple(step / 20 for step in range(20))
+STEPS, STEP, COARSE = 20, 0.05, 4  # ratios are 0, 0.05 ... 0.95
 LEAST, SMALL = 1e-4, 1e-6
 
 
@@ -56,7 +57,8 @@ def find_scales(
 
     weights: (rows, n_in) f32 each; activations: (n_in,) mean |x|; owner: (n_in,) which of the `producers` (channels of
     a norm, rows of a linear) makes each input: under grouped-query attention several heads' inputs of o_proj have one.
-    A candidate that makes any one of the linears worse than round-to-nearest is no candidate.
+    A candidate that makes any one of the linears worse than round-to-nearest is no candidate. Every COARSE-th ratio is
+    tried, then those about the best: losses change little from one to the next.
     """
     ones = torch.ones(producers)
     sizes = [len(weight) for weight in weights]
@@ -65,14 +67,28 @@ def find_scales(
     best = Scaling(ones, 0.0, False, sum(plain), sum(plain))
     x = _by_producer(activations, owner, producers)
     w = _by_producer(_weight_means(whole, rounding.group), owner, producers)
-    for duo in (True, False):
-        for ratio in RATIOS:
-            scales = _candidate(x, w, ratio, duo)
-            losses = _losses(whole, scales[owner], hessian, rounding, sizes)
-            worse = any(not loss <= without for loss, without in zip(losses, plain, strict=True))
-            if not worse and sum(losses) < best.loss:
-                best = Scaling(scales, ratio, duo, sum(losses), sum(plain))
+
+    def tried(step: int, duo: bool) -> Scaling:
+        scales = _candidate(x, w, step * STEP, duo)
+        losses = _losses(whole, scales[owner], hessian, rounding, sizes)
+        worse = any(not loss <= without for loss, without in zip(losses, plain, strict=True))
+        return Scaling(scales, step * STEP, duo, math.inf if worse else sum(losses), sum(plain))
+
+    coarse = [(step, duo) for duo in (True, False) for step in range(0, STEPS, COARSE) if step or duo]
+    best, at = _least(best, [(tried(*one), one) for one in coarse])
+    if at is not None:
+        step, duo = at
+        near = [n for n in range(step - COARSE + 1, step + COARSE) if n != step and 0 < n < STEPS]
+        best, _ = _least(best, [(tried(n, duo), (n, duo)) for n in near])
     return best
+
+
+def _least(best: Scaling, found: Sequence[tuple[Scaling, tuple[int, bool]]]) -> tuple[Scaling, tuple[int, bool] | None]:
+    at = None
+    for scaling, one in found:
+        if scaling.loss < best.loss:
+            best, at = scaling, one
+    return best, at
 
 
 def clip(weight: Tensor, original: Tensor, scales: Tensor, hessian: Tensor, rounding: Rounding) -> Clipped:
@@ -86,7 +102,7 @@ def clip(weight: Tensor, original: Tensor, scales: Tensor, hessian: Tensor, roun
     searched = nearest(weight, *search(weight, rounding, blocks_of(scaled, rounding.group)), rounding)
     whole = nearest(weight, *ranged(weight, rounding), rounding)
     grid, losses = better_rows(searched, whole, weight, scaled)
-    return Clipped(grid, losses, row_losses(original, round_to_nearest(original, rounding).weight(), hessian))
+    return Clipped(grid, losses, losses_of(nearest_errors(original, torch.ones(original.shape[1]), rounding), hessian))
 
 
 def _by_producer(values: Tensor, owner: Tensor, producers: int) -> Tensor:
@@ -111,5 +127,5 @@ def _candidate(x: Tensor, w: Tensor, ratio: float, duo: bool) -> Tensor:
 
 def _losses(weight: Tensor, scales: Tensor, hessian: Tensor, rounding: Rounding, sizes: list[int]) -> list[float]:
     """Of each linear (they are stacked), scaled, rounded to nearest and scaled back."""
-    made = round_to_nearest(weight * scales, rounding).weight() / scales
-    return [float(part.sum()) for part in row_losses(weight, made, hessian).split(sizes)]
+    losses = losses_of(nearest_errors(weight, scales, rounding), hessian)
+    return [float(part.sum()) for part in losses.split(sizes)]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from llmx.quantize.grids import Rounding, better_rows, round_to_nearest, row_losses, search
+from llmx.quantize.grids import Rounding, better_rows, kernels_for, losses_of, nearest_errors, round_to_nearest, search
 from llmx.schemes.grid import Grid
 
 BLOCK = 128  # inputs between two updates of the rest of the matrix
@@ -35,7 +35,7 @@ def gptq(weight: Tensor, hessian: Tensor, rounding: Rounding, *, damp: float = 0
     """weight (rows, n_in) f32, hessian (n_in, n_in) f32 (sum of x x^T) -> codes whose output error, row by row, is at
     most that of round-to-nearest. Rows of several linears with the same input may be stacked."""
     plain = round_to_nearest(weight, rounding)
-    nearest = row_losses(weight, plain.weight(), hessian)
+    nearest = losses_of(nearest_errors(weight, torch.ones_like(hessian[0]), rounding), hessian)
     diagonal = hessian.diagonal()
     dead = diagonal <= 0
     factor, used = _factor(hessian, dead, damp, act_order)
@@ -89,17 +89,29 @@ def _sweep(weight: Tensor, factor: Tensor, order: Tensor, scales: Tensor, zeros:
     steps, offsets = scales.T.contiguous(), zeros.T.contiguous()
     codes = torch.empty_like(left)
     errors = torch.empty(BLOCK, left.shape[1], device=left.device)
-    of = groups.tolist()
+    table = kernels_for(weight, rounding)
+    some = sweep_in_torch if table is None else table.get("gptq_sweep")
     for low in range(0, len(left), BLOCK):
         high = min(low + BLOCK, len(left))
-        for i in range(low, high):
-            step, offset = steps[of[i]], offsets[of[i]]
-            code = torch.round(left[i] / step).add_(offset).clamp_(0, rounding.top)
-            codes[i] = code
-            error = (left[i] - (code - offset) * step) / factor[i, i]
-            left[i + 1 : high].addr_(factor[i, i + 1 : high], error, alpha=-1)
-            errors[i - low] = error
+        here = factor[low:high, low:high], steps, offsets, groups[low:high], rounding.bits
+        codes[low:high] = some(left[low:high], errors[: high - low], *here)
         left[high:].addmm_(factor[low:high, high:].T, errors[: high - low], alpha=-1)
     result = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
     result[:, order] = codes.T.to(torch.uint8)
     return result
+
+
+def sweep_in_torch(
+    left: Tensor, errors: Tensor, factor: Tensor, scales: Tensor, zeros: Tensor, groups: Tensor, bits: int
+) -> Tensor:
+    """Codes, f32 (count, outputs), of one block of the sweep; `errors` takes what is left to make up for.
+
+    left: (count, outputs) f32, written over; factor: (count, count); scales, zeros: (groups, outputs).
+    """
+    codes = torch.empty_like(left)
+    for i, group in enumerate(groups.tolist()):
+        code = torch.round(left[i] / scales[group]).add_(zeros[group]).clamp_(0, (1 << bits) - 1)
+        codes[i] = code
+        errors[i] = (left[i] - (code - zeros[group]) * scales[group]) / factor[i, i]
+        left[i + 1 :].addr_(factor[i, i + 1 :], errors[i], alpha=-1)
+    return codes

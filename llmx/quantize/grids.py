@@ -7,10 +7,12 @@ dtype they are stored in before codes are chosen, so that what is measured here 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 from torch import Tensor
 
+from llmx.kernels import Kernels
 from llmx.schemes.grid import Grid
 
 SHRINKS = tuple(1.0 - 0.025 * step for step in range(21))  # of a group's range: what the searches try
@@ -62,12 +64,48 @@ def round_to_nearest(weight: Tensor, rounding: Rounding) -> Grid:
     return nearest(weight, *ranged(weight, rounding), rounding)
 
 
+@cache
+def _table() -> Kernels:
+    return Kernels("cpu")
+
+
+def kernels_for(weight: Tensor, rounding: Rounding) -> Kernels | None:
+    """Those that do this in C++; None where torch has to."""
+    table = _table()
+    known = weight.device.type == "cpu" and table.has("can_group")
+    return table if known and table.get("can_group")(rounding.group, rounding.dtype) else None
+
+
+def nearest_errors(weight: Tensor, columns: Tensor, rounding: Rounding) -> Tensor:
+    """weight - round_to_nearest(weight * columns) / columns, (rows, n_in) f32; columns: (n_in,)."""
+    kernels = kernels_for(weight, rounding)
+    if kernels is None:
+        return weight - round_to_nearest(weight * columns, rounding).weight() / columns
+    factor = 2.0 / rounding.top if rounding.symmetric else 1.0
+    done: Tensor = kernels.get("round_groups")(
+        weight, columns, rounding.group, rounding.bits, rounding.symmetric, rounding.dtype, factor
+    )
+    return done
+
+
 def search(weight: Tensor, rounding: Rounding, metric: Tensor) -> tuple[Tensor, Tensor]:
     """Scales and zeros whose range, of SHRINKS, gives each row and group the least error in `metric`.
 
     metric: (n_in,) weighs each input's squared error; (groups, group, group) is the quadratic form of a group's errors,
     the diagonal blocks of a Hessian: then this is AWQ's clip search, with the whole calibration set in it.
     """
+    kernels = kernels_for(weight, rounding)
+    if kernels is None:
+        return search_in_torch(weight, rounding, metric)
+    factors = [2.0 * shrink / rounding.top if rounding.symmetric else shrink for shrink in SHRINKS]
+    found: tuple[Tensor, Tensor] = kernels.get("search_groups")(
+        weight, metric, rounding.group, rounding.bits, rounding.symmetric, rounding.dtype, factors
+    )
+    return found
+
+
+def search_in_torch(weight: Tensor, rounding: Rounding, metric: Tensor) -> tuple[Tensor, Tensor]:
+    """The definition of `search`, on any device."""
     best: Tensor | None = None
     scales = zeros = weight
     for shrink in SHRINKS:
@@ -94,8 +132,12 @@ def blocks_of(hessian: Tensor, group: int) -> Tensor:
 
 def row_losses(weight: Tensor, made: Tensor, hessian: Tensor) -> Tensor:
     """(rows,): (w - q) H (w - q)^T: the squared error of each row's outputs, summed over the calibration tokens."""
-    error = weight - made
-    return ((error @ hessian) * error).sum(1)
+    return losses_of(weight - made, hessian)
+
+
+def losses_of(errors: Tensor, hessian: Tensor) -> Tensor:
+    """(rows,): e H e^T of each row."""
+    return (errors @ hessian).mul_(errors).sum(1)
 
 
 def better_rows(first: Grid, second: Grid, weight: Tensor, hessian: Tensor) -> tuple[Grid, Tensor]:

@@ -40,7 +40,8 @@ class Unit:
 class Lazy(Linear):
     """A linear of one or more units with the same input, without weights until it is `load`ed.
 
-    matrix: (n_out, n_in) f32, the units' rows one below the other. watch: sees each input.
+    matrix: (n_out, n_in) f32, the units' rows one below the other. watch: sees each input. idle: nobody needs what it
+    makes, which is zeros.
     """
 
     def __init__(self, units: Sequence[Unit]) -> None:
@@ -49,11 +50,14 @@ class Lazy(Linear):
         self.matrix: Tensor | None = None
         self.bias: Tensor | None = None
         self.watch: Watch | None = None
+        self.idle = False
 
     def __call__(self, x: Tensor) -> Tensor:
         assert self.matrix is not None, f"{self.units[0].name} is not loaded"
         if self.watch is not None:
             self.watch(x)
+        if self.idle:
+            return x.new_zeros(*x.shape[:-1], self.n_out)
         return functional.linear(x, self.matrix, self.bias)
 
     def load(self, read: Callable[[Unit], tuple[Tensor, Tensor | None]]) -> None:

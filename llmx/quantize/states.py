@@ -10,7 +10,7 @@ from torch import Tensor
 
 from llmx.batch import Batch, slots_of
 from llmx.cache.pools import Cache, LayerSpec, new_pools, windows_of
-from llmx.quantize.source import CPU, Lazy
+from llmx.quantize.source import CPU, Lazy, Watch
 
 SIZE = 16  # tokens in a block of the scratch cache
 AT_ONCE = 2048  # tokens in a pass, unless one text is longer
@@ -94,12 +94,24 @@ class States:
     def watch(self, model: Any, index: int, lazies: Sequence[Lazy], *, hessian: bool) -> list[Stats]:
         """One pass of all states through a block, whose outputs are dropped: what each linear saw."""
         found = [Stats(lazy.n_in, hessian=hessian) for lazy in lazies]
+        last: Lazy | None = None
+
+        def watcher(lazy: Lazy, stats: Stats) -> Watch:
+            def see(x: Tensor) -> None:
+                nonlocal last
+                last = lazy
+                stats.see(x)
+
+            return see
+
         for lazy, stats in zip(lazies, found, strict=True):
-            lazy.watch = stats.see
+            lazy.watch = watcher(lazy, stats)
         for at, batch in enumerate(self._batches):
             model.layers[index](self.hidden[at], model.step(batch, self._cache))
+            if last is not None:  # what it makes, no linear of the block sees
+                last.idle = True
         for lazy, stats in zip(lazies, found, strict=True):
-            lazy.watch = None
+            lazy.watch, lazy.idle = None, False
             stats.finish()
         return found
 

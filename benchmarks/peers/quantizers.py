@@ -1,0 +1,67 @@
+"""Quantizes a model with somebody else's quantizer, in a Python that has it: 4 bits, one group size, given tokens.
+
+    PYTHON quantizers.py TOOL SOURCE TOKENS.json OUT GROUP      # TOKENS: a list of lists of token ids
+
+TOOL: llm-compressor-gptq (symmetric), gptqmodel-gptq (symmetric), gptqmodel-awq (asymmetric).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+Texts = list[list[int]]
+
+
+def llm_compressor_gptq(source: str, texts: Texts, out: str, group: int) -> None:
+    import torch
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+    from datasets import Dataset
+    from llmcompressor import oneshot
+    from llmcompressor.modifiers.quantization import GPTQModifier
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
+    weights = QuantizationArgs(num_bits=4, type="int", symmetric=True, strategy="group", group_size=group)
+    groups = {"group_0": QuantizationScheme(targets=["Linear"], weights=weights)}
+    data = Dataset.from_dict({"input_ids": texts, "attention_mask": [[1] * len(text) for text in texts]})
+    longest = max(map(len, texts))
+    recipe = GPTQModifier(config_groups=groups, ignore=["lm_head"])
+    oneshot(model=model, recipe=recipe, dataset=data, max_seq_length=longest, num_calibration_samples=len(texts))
+    model.save_pretrained(out, save_compressed=True)
+    AutoTokenizer.from_pretrained(source).save_pretrained(out)
+
+
+def gptqmodel(source: str, texts: Texts, out: str, config: Any) -> None:
+    from gptqmodel import GPTQModel
+
+    model = GPTQModel.load(source, config)
+    model.quantize([{"input_ids": text, "attention_mask": [1] * len(text)} for text in texts], batch_size=1)
+    model.save(out)
+
+
+def gptqmodel_gptq(source: str, texts: Texts, out: str, group: int) -> None:
+    from gptqmodel.quantization import QuantizeConfig
+
+    gptqmodel(source, texts, out, QuantizeConfig(bits=4, group_size=group, sym=True, desc_act=False, device="cpu"))
+
+
+def gptqmodel_awq(source: str, texts: Texts, out: str, group: int) -> None:
+    from gptqmodel.quantization import FORMAT, METHOD, QuantizeConfig
+
+    config = QuantizeConfig(
+        bits=4, group_size=group, sym=False, method=METHOD.AWQ, format=FORMAT.GEMM, device="cpu"
+    )  # fmt: skip
+    gptqmodel(source, texts, out, config)
+
+
+def main() -> None:
+    tool, source, tokens, out, group = sys.argv[1:]
+    with open(tokens, encoding="utf-8") as file:
+        texts = json.load(file)
+    globals()[tool.replace("-", "_")](source, texts, out, int(group))
+
+
+if __name__ == "__main__":
+    main()
