@@ -19,7 +19,7 @@
                         int64_t outputs, int64_t inputs, int32_t kind, int32_t layout, int32_t threads)) \
   OP(isa, quantize_blocks, (uint8_t* out, const float* rows, const float* importance, int64_t count,     \
                             int64_t inputs, int32_t kind, int32_t threads))                              \
-  OP(isa, round_groups, (float* errors, const float* weight, const float* columns, int64_t rows,          \
+  OP(isa, round_groups, (float* errors, const float* weight, const float* columns, int64_t rows,         \
                          int64_t inputs, int64_t group, float factor, int32_t top, int32_t symmetric,    \
                          int32_t dtype, int32_t threads))                                                \
   OP(isa, search_groups, (float* scales, float* zeros, const float* weight, const float* metric,         \
