@@ -31,10 +31,13 @@ class Output:
     def __init__(self, path: Path, blocks: int, fingerprint: Mapping[str, Any], *, resume: bool, force: bool) -> None:
         self.path, self.blocks = path, blocks
         self.folder = path.with_name(path.name + ".partial")
+        self._aside = path.with_name(f".{path.name}.unfinished")  # where `finish` puts STATE
         self._force = force
         check_free(path, resume=resume, force=force)
         state, text = self.folder / STATE / "run.json", json.dumps(fingerprint, indent=1, sort_keys=True)
         if self.folder.exists():
+            if self._aside.exists() and not (self.folder / STATE).exists():  # cut off between two renamings
+                self._aside.rename(self.folder / STATE)
             if resume and state.is_file() and state.read_text() == text:
                 return
             if resume and state.is_file():
@@ -101,8 +104,10 @@ class Output:
         old = self.path.with_name(f".{self.path.name}.{os.getpid()}.old")
         if self.path.exists():
             self.path.rename(old)
-        shutil.rmtree(self.folder / STATE)
+        shutil.rmtree(self._aside, ignore_errors=True)
+        (self.folder / STATE).rename(self._aside)  # at once, and out of the folder: what is renamed next is whole
         self.folder.rename(self.path)
+        shutil.rmtree(self._aside, ignore_errors=True)
         shutil.rmtree(old, ignore_errors=True)
         _sync(self.path.parent)
 

@@ -255,6 +255,33 @@ def test_a_run_that_is_cut_off_anywhere_goes_on_to_the_same_bytes(
     assert writes > 8  # each of the shards, notes and files was once the one that was cut off
 
 
+def test_a_run_that_is_cut_off_between_its_last_two_renamings_does_no_block_again(
+    saved: Callable[[str], Saved], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, options, out = saved(LLAMA).folder, choose("gptq"), tmp_path / "out"
+    whole(folder, tmp_path / "wanted", options)
+    renames = 0
+
+    def cut(self: Path, target: Path) -> Path:
+        nonlocal renames
+        if target == out:
+            renames += 1
+            raise Cut
+        return real(self, target)
+
+    real = Path.rename
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", cut)
+        with pytest.raises(Cut):
+            whole(folder, out, options)
+    assert renames == 1
+    assert not out.exists()
+    again = whole(folder, out, options, resume=True)
+    assert again.resumed == 3
+    assert tree(out) == tree(tmp_path / "wanted")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "wanted"]
+
+
 def test_a_process_that_is_killed_is_resumed_without_doing_its_blocks_again(
     saved: Callable[[str], Saved], tmp_path: Path
 ) -> None:
