@@ -45,7 +45,9 @@ def quantize(
     ignore: Annotated[
         str | None, typer.Option("--ignore", metavar="REGEX", help="Linears that stay as they are.", **_HOW)
     ] = None,
-    quantize_lm_head: Annotated[bool, typer.Option("--quantize-lm-head", help="Not built yet.", **_HOW)] = False,
+    quantize_lm_head: Annotated[
+        bool, typer.Option("--quantize-lm-head", help="The head too, unless it is tied to the embedding.", **_HOW)
+    ] = False,
     form: Annotated[
         str | None,
         typer.Option(
@@ -85,13 +87,9 @@ def quantize(
     chosen = [name for name, on in (("awq", awq), ("gptq", gptq), ("fp8", fp8), ("int8", int8)) if on]
     if len(chosen) != 1:
         raise UsageError("Give one of --awq, --gptq, --fp8 and --int8.")
-    if quantize_lm_head:
-        raise UsageError(
-            "--quantize-lm-head is not built in this version.", hint="leave it out: the head stays as it is"
-        )
     options = choose(
         chosen[0], form=form, bits=bits, symmetric=sym, fp8_mode=fp8_mode, damp=damp, act_order=act_order,
-        ignore=ignore, strict=strict,
+        ignore=ignore, strict=strict, head=quantize_lm_head,
     )  # fmt: skip
     group = parse_group(group_size)
     o.writable(None if json == Path("-") else json)

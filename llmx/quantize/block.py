@@ -26,7 +26,7 @@ SLACK = 1.001  # two ways to sum the same error
 class Result:
     """error, nearest: squared output error over the calibration tokens, as a part of the outputs' squares; of these
     codes and of round-to-nearest. Of fp8, which takes no calibration, the weights' own squared error. None: not known.
-    how: what made the codes."""
+    how: what made the codes. energy: what the errors are parts of."""
 
     unit: Unit
     made: Grid | Scaled
@@ -34,6 +34,7 @@ class Result:
     nearest: float | None
     how: str
     fell_back: bool = False
+    energy: float = 0.0
 
     @property
     def worse(self) -> bool:
@@ -70,7 +71,7 @@ class Quantizer:
     def __call__(self, seen: Seen) -> Done:
         if self.options.method == "gptq":
             return Done([result for lazy, stats in zip(seen.lazies, seen.stats, strict=True)
-                         for result in self._gptq(lazy, stats)])  # fmt: skip
+                         for result in self._gptq(self._mine(lazy), stats)])  # fmt: skip
         if self.options.method == "fp8":
             return Done([self._fp8(unit, weight, stats) for lazy, stats in zip(seen.lazies, seen.stats, strict=True)
                          for unit, weight in self._mine(lazy)])  # fmt: skip
@@ -79,6 +80,25 @@ class Quantizer:
             done = self._folded(seen, fold=False)
         return done
 
+    def fold(self, seen: Seen) -> tuple[Done, dict[str, Tensor], dict[str, str]]:
+        """AWQ's and SmoothQuant's scales alone: what they change, and of each linear its inputs' and how they came."""
+        done, columns, how = Done(), dict[str, Tensor](), dict[str, str]()
+        if self.options.method in ("awq", "int8"):
+            for producer, names in self._smooth.items():
+                self._fold(seen, producer, names, done, columns, how)
+        return done, columns, how
+
+    def one(self, unit: Unit, weight: Tensor, stats: Stats, columns: Tensor | None, how: str) -> Result:
+        """A linear, or some rows of one, by itself; columns: the scales of its inputs, if any."""
+        method = self.options.method
+        if method == "gptq":
+            return self._gptq([(unit, weight)], stats)[0]
+        if method == "fp8":
+            return self._fp8(unit, weight, stats)
+        make = self._awq if method == "awq" else self._int8
+        scales = torch.ones(unit.n_in) if columns is None else columns
+        return make(unit, weight, stats, scales, torch.ones(unit.n_out), how)
+
     def _mine(self, lazy: Lazy) -> list[tuple[Unit, Tensor]]:
         return [(unit, weight) for unit, weight in lazy.rows() if not self.options.ignores(unit.name)]
 
@@ -86,8 +106,7 @@ class Quantizer:
     def _rounding(self) -> Rounding:
         return Rounding(self.options.bits, self.options.group, self.options.symmetric, self._scales)
 
-    def _gptq(self, lazy: Lazy, stats: Stats) -> list[Result]:
-        mine = self._mine(lazy)
+    def _gptq(self, mine: list[tuple[Unit, Tensor]], stats: Stats) -> list[Result]:
         if not mine:
             return []
         hessian = _hessian(stats)
@@ -102,7 +121,10 @@ class Quantizer:
                         self.options.group)  # fmt: skip
             whole_energy = _energy(weight, hessian)
             error, nearest = float(solved.losses[rows].sum()), float(solved.nearest[rows].sum())
-            results.append(Result(unit, grid, error / whole_energy, nearest / whole_energy, how, solved.damp is None))
+            fell_back = solved.damp is None
+            results.append(
+                Result(unit, grid, error / whole_energy, nearest / whole_energy, how, fell_back, whole_energy)
+            )
             low += unit.n_out
         return results
 
@@ -115,16 +137,13 @@ class Quantizer:
         spread = scale
         if kind == "block":
             spread = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[: unit.n_out, : unit.n_in]
-        error = float((numbers.float() * spread - weight).square().sum() / weight.square().sum().clamp(min=1e-30))
-        return Result(unit, Scaled(numbers, scale, input_scale), error, error, f"fp8 by {kind}")
+        energy = float(weight.square().sum().clamp(min=1e-30))
+        error = float((numbers.float() * spread - weight).square().sum()) / energy
+        return Result(unit, Scaled(numbers, scale, input_scale), error, error, f"fp8 by {kind}", energy=energy)
 
     def _folded(self, seen: Seen, fold: bool) -> Done:
         """AWQ and SmoothQuant: scales first, then each linear with those of its inputs and outputs."""
-        done = Done()
-        columns: dict[str, Tensor] = {}
-        how: dict[str, str] = {}
-        for producer, names in self._smooth.items() if fold else ():
-            self._fold(seen, producer, names, done, columns, how)
+        done, columns, how = self.fold(seen) if fold else (Done(), {}, {})
         for lazy, stats in zip(seen.lazies, seen.stats, strict=True):
             for unit, weight in self._mine(lazy):
                 scales = columns.get(unit.name, torch.ones(unit.n_in))
@@ -195,7 +214,7 @@ class Quantizer:
         clipped = clip(weight * scales / rows[:, None], weight / rows[:, None], scales, hessian, self._rounding)
         energy, back = _energy(weight, hessian), rows.square()
         error, nearest = float((clipped.losses * back).sum()), float((clipped.nearest * back).sum())
-        return Result(unit, clipped.grid, error / energy, nearest / energy, f"awq, {how}")
+        return Result(unit, clipped.grid, error / energy, nearest / energy, f"awq, {how}", energy=energy)
 
     def _int8(self, unit: Unit, weight: Tensor, stats: Stats, scales: Tensor, rows: Tensor, how: str) -> Result:
         codes, scale = widths.int8_rows(weight * scales / rows[:, None], self._scales)
@@ -206,7 +225,7 @@ class Quantizer:
         plain, plain_scale = widths.int8_rows(weight, self._scales)
         nearest = widths.rounded_rows(x) @ (plain.float() * plain_scale).T
         losses = [float((outputs - wanted).square().sum()) / energy for outputs in (made, nearest)]
-        return Result(unit, Scaled(codes, scale), losses[0], losses[1], f"int8, {how}")
+        return Result(unit, Scaled(codes, scale), losses[0], losses[1], f"int8, {how}", energy=energy)
 
 
 def _hessian(stats: Stats) -> Tensor:

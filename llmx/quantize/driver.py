@@ -6,9 +6,10 @@ shard as it lies on the disk, so a run that was cut off goes on with the same bi
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,18 @@ from torch import Tensor
 
 from llmx import __version__
 from llmx.errors import LlmxError, UsageError
+from llmx.formats import quantization
 from llmx.formats.checkpoint import PLAIN, MappedCheckpoint
+from llmx.formats.fields import Fields
 from llmx.formats.hub import Located
 from llmx.models import Opened, open_model
 from llmx.quantize import forms
+from llmx.quantize import head as heads
 from llmx.quantize.block import Done, Quantizer, Result, Seen
-from llmx.quantize.options import Options
+from llmx.quantize.options import HEAD, Options
 from llmx.quantize.output import Output
 from llmx.quantize.source import Lazy, SourceWeights, Unit, build, linears
-from llmx.quantize.states import States, Stats
+from llmx.quantize.states import SAMPLE, States, Stats
 
 PROBE_PASSES = 1  # passes of calibration states that the final check runs through source and result
 MOST_OFF = 0.7  # of what a block adds to its input, the largest relative error that passes the check
@@ -36,16 +40,29 @@ Texts = Sequence[Sequence[int]]
 
 @dataclass(frozen=True)
 class Source:
-    """A model's checked files, and its blocks' linears."""
+    """A model's checked files, and its blocks' linears. head: None where it is tied to the embedding."""
 
     located: Located
     opened: Opened
     units: tuple[tuple[Unit, ...], ...]  # by block
     dtype: torch.dtype
+    head: Unit | None = None
 
     @property
     def every(self) -> list[Unit]:
         return [unit for block in self.units for unit in block]
+
+    def mine(self, options: Options) -> list[Unit]:
+        """The linears to be quantized. UsageError for a head that can't be."""
+        chosen = [unit for unit in self.every if not options.ignores(unit.name)]
+        if not options.head:
+            return chosen
+        if self.head is None:
+            raise UsageError(
+                f"The head of {self.located.name} is tied to its embedding, so it can't be quantized by itself.",
+                hint="leave --quantize-lm-head out",
+            )
+        return [*chosen, self.head]
 
 
 def open_source(located: Located) -> Source:
@@ -57,6 +74,7 @@ def open_source(located: Located) -> Source:
         )
     opened = open_model(located)
     model, _ = build(opened, 1)
+    (head,) = model.output.units
     units = tuple(tuple(unit for lazy in linears(block) for unit in lazy.units) for block in model.layers)
     first = SourceWeights(opened)
     packed = [unit.name for block in units for unit in block if first.stored_as(unit) is None]
@@ -65,7 +83,7 @@ def open_source(located: Located) -> Source:
     kind = first.stored_as(units[0][0])
     assert kind is not None
     dtype = getattr(torch, PLAIN[kind][1])
-    return Source(located, opened, units, dtype)
+    return Source(located, opened, units, dtype, None if opened.config.tied or first.is_tied(head) else head)
 
 
 def prefix_of(index: int) -> str:
@@ -95,12 +113,47 @@ class Run:
             note = self.output.note(index)
             self.resumed += done_before
             self.notes.append(note)
-            if states is not None and index + 1 < len(model.layers):
+            if states is not None and (index + 1 < len(model.layers) or self._wants_head):
                 self._advance(states, index)
             for lazy in linears(model.layers[index]):
                 lazy.drop()
             how = "already done" if done_before else _summary(note)
             self._say(f"block {index + 1} of {len(model.layers)}: {how}, {time.monotonic() - began:.1f} s")
+        if not self.output.is_done(self.output.blocks):
+            self._make_rest(model, weights, states)
+        self.notes.append(self.output.note(self.output.blocks))
+        if self.options.head:
+            self._say(f"head: {_summary(self.notes[-1])}")
+
+    @property
+    def _wants_head(self) -> bool:
+        return self.options.head and not self.output.is_done(self.output.blocks)
+
+    def _make_rest(self, model: Any, weights: SourceWeights, states: States | None) -> None:
+        """What is in no block; the head, if it is to be quantized."""
+        checkpoint = self.source.opened.checkpoint
+        inside = tuple(prefix_of(index) for index in range(self.output.blocks))
+        rest = {n: checkpoint.read(n) for n in checkpoint.names() if not n.startswith(inside)}
+        if _is_copy(rest, self.source.opened.config.tied):
+            del rest[f"{HEAD}.weight"]
+        layers = []
+        if self.options.head:
+            unit = self.source.head
+            assert unit is not None, "`mine` has refused it"
+            stats = Stats(unit.n_in, hessian=False)
+            if states is not None:
+                stats = states.watch_norm(model, hessian=self.options.grids)
+            quantizer = Quantizer(self.options, self.source.opened.config, heads.SMOOTH, self.source.dtype)
+            made = heads.make(
+                quantizer, unit, lambda low, high: weights.rows(unit, low, high), stats, self._raw(heads.NORM)
+            )
+            self._check_results([made.result])
+            del rest[f"{HEAD}.weight"]
+            rest |= self._finite(unit.name, made.tensors)
+            if made.norm is not None:
+                rest[f"{heads.NORM}.weight"] = made.norm
+            layers.append(_facts(made.result))
+        self.output.write(self.output.blocks, rest, {"layers": layers})
 
     def _make(self, model: Any, weights: SourceWeights, states: States | None, index: int) -> None:
         lazies = linears(model.layers[index])
@@ -132,13 +185,7 @@ class Run:
         tensors = dict[str, Tensor]()
         for result in done.results:
             made = forms.store(result.made, self.options, self.source.dtype)
-            for suffix, tensor in made.items():
-                if tensor.is_floating_point() and not tensor.float().isfinite().all():
-                    raise LlmxError(
-                        f"{result.unit.name}.{suffix} has numbers too large for {tensor.dtype}.",
-                        hint="a wider dtype or another --format may hold them",
-                    )
-                tensors[f"{result.unit.name}.{suffix}"] = tensor
+            tensors |= self._finite(result.unit.name, made)
         packed = {result.unit.name for result in done.results}
         for name in checkpoint.names():
             owner = name.rpartition(".")[0]
@@ -149,6 +196,16 @@ class Run:
                 tensor = (tensor.float() / done.rows[owner]).to(tensor.dtype)
             tensors[name] = tensor
         return tensors
+
+    def _finite(self, module: str, made: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """A linear's tensors by their stored names. LlmxError where the format's dtypes can't hold them."""
+        for suffix, tensor in made.items():
+            if tensor.is_floating_point() and not tensor.float().isfinite().all():
+                raise LlmxError(
+                    f"{module}.{suffix} has numbers too large for {tensor.dtype}.",
+                    hint="a wider dtype or another --format may hold them",
+                )
+        return {f"{module}.{suffix}": tensor for suffix, tensor in made.items()}
 
     def _raw(self, name: str) -> Tensor:
         return self.source.opened.checkpoint.read(f"{name}.weight")
@@ -189,27 +246,25 @@ class Run:
 
     @torch.inference_mode()
     def finish(self) -> dict[str, Any]:
-        """The other tensors, config and tokenizer files, the check. Returns what the report says of the files."""
-        checkpoint, blocks = self.source.opened.checkpoint, self.output.blocks
-        if not self.output.is_done(blocks):
-            inside = tuple(prefix_of(index) for index in range(blocks))
-            rest = {n: checkpoint.read(n) for n in checkpoint.names() if not n.startswith(inside)}
-            if _is_copy(rest, self.source.opened.config.tied):
-                del rest["lm_head.weight"]
-            self.output.write(blocks, rest, {})
+        """Config and tokenizer files, the check. Returns what the report says of the files."""
+        checkpoint = self.source.opened.checkpoint
         total = self.output.write_index()
-        ignored = [unit.name for unit in self.source.every if self.options.ignores(unit.name)]
-        quantization = forms.config(self.options, [*ignored, "lm_head"], __version__)
-        self.output.write_config(self.source.located.path, quantization)
-        checked = self._check()
+        self.output.write_config(self.source.located.path, self._quantization)
+        checked, head = self._check()
         self.output.finish()
         source = sum(checkpoint.stored(name).nbytes for name in checkpoint.names())
-        return {"bytes": total, "source_bytes": source, "block_errors": checked}
+        return {"bytes": total, "source_bytes": source, "block_errors": checked, "head_error": head}
 
-    def _check(self) -> list[float]:
+    @property
+    def _quantization(self) -> dict[str, Any]:
+        ignored = [unit.name for unit in self.source.every if self.options.ignores(unit.name)]
+        return forms.config(self.options, ignored, __version__)
+
+    def _check(self) -> tuple[list[float], float | None]:
         """Reopen all shards: shapes, dtypes, finiteness; each block's outputs against the source's, from its inputs.
 
-        Returns the blocks' relative errors. What it finds wrong is our own fault or the disk's: LlmxError.
+        Returns the blocks' relative errors, and the head's. What it finds wrong is our own fault or the disk's:
+        LlmxError.
         """
         self._say("checking what was written")
         texts = self._texts or [[0] * 32]
@@ -218,10 +273,7 @@ class Run:
         errors = []
         for index in range(len(model.layers)):
             shard = self.output.open(index)
-            for name in shard.names():
-                tensor = shard.read(name)
-                if tensor.is_floating_point() and not tensor.float().isfinite().all():
-                    raise LlmxError(f"The check found numbers that are not finite in {name}.")
+            _check_finite(shard)
             made, lazies = self._finished(index)
             for lazy in linears(model.layers[index]):
                 lazy.load(weights.read)
@@ -229,26 +281,57 @@ class Run:
             theirs = states.run(model, index, keep=False, limit=PROBE_PASSES)[0]
             ours = states.run(made, index, keep=False, limit=PROBE_PASSES)[0]
             error = float((ours - theirs).norm() / (theirs - before).norm().clamp(min=1e-30))
-            if not error <= self._bound:
-                raise LlmxError(
-                    f"The check failed: block {index} differs from the source's by {error:.3f} of what it adds to its "
-                    f"input; at most {self._bound} is expected. Nothing was renamed into place.",
-                    hint=f"what was written is in {self.output.folder}",
-                )
+            self._check_error(error, f"block {index}", "what it adds to its input")
             errors.append(error)
             states.hidden[0] = theirs
             for lazy in [*lazies, *linears(model.layers[index])]:
                 lazy.drop()
-        return errors
+        rest = self.output.open(self.output.blocks)
+        _check_finite(rest)
+        head = self._check_head(rest, model, weights, states.hidden[0][:SAMPLE]) if self.options.head else None
+        return errors, head
+
+    def _check_head(self, rest: MappedCheckpoint, model: Any, weights: SourceWeights, x: Tensor) -> float:
+        """The head's logits against the source's, each behind its own norm, from the same states (tokens, hidden)."""
+        unit, opened = self.source.head, self.source.opened
+        assert unit is not None
+        known = quantization.read(Fields(self._quantization, "config.json"))
+        shard = MappedCheckpoint(rest.kind, {name: rest.region(name) for name in rest.names()}, known)
+        made, _ = build(opened, self._length, {heads.NORM: rest.read(f"{heads.NORM}.weight").float()})
+        ours = SourceWeights(replace(opened, checkpoint=shard))
+        off = whole = 0.0
+        for low in range(0, unit.n_out, heads.ROWS):
+            high = min(low + heads.ROWS, unit.n_out)
+            wanted = model.norm(x) @ weights.rows(unit, low, high).T
+            off += float((made.norm(x) @ ours.rows(unit, low, high).T - wanted).square().sum())
+            whole += float(wanted.square().sum())
+        error = math.sqrt(off / max(whole, 1e-30))
+        self._check_error(error, "the head", "its logits")
+        return error
+
+    def _check_error(self, error: float, what: str, of: str) -> None:
+        if not error <= self._bound:
+            raise LlmxError(
+                f"The check failed: {what} differs from the source's by {error:.3f} of {of}; at most {self._bound} is "
+                "expected. Nothing was renamed into place.",
+                hint=f"what was written is in {self.output.folder}",
+            )
 
     @property
     def _bound(self) -> float:
         return MOST_OFF if self.options.bits >= 4 else 1.5
 
 
+def _check_finite(shard: MappedCheckpoint) -> None:
+    for name in shard.names():
+        tensor = shard.read(name)
+        if tensor.is_floating_point() and not tensor.float().isfinite().all():
+            raise LlmxError(f"The check found numbers that are not finite in {name}.")
+
+
 def _is_copy(rest: Mapping[str, Tensor], tied: bool) -> bool:
     """Whether there is a head that only repeats a tied embedding."""
-    head, embedding = rest.get("lm_head.weight"), rest.get("model.embed_tokens.weight")
+    head, embedding = rest.get(f"{HEAD}.weight"), rest.get("model.embed_tokens.weight")
     return tied and head is not None and embedding is not None and torch.equal(head, embedding)
 
 

@@ -15,7 +15,7 @@ from llmx.quantize.source import Unit
 def estimate(source: Source, options: Options, tokens: int) -> dict[str, Any]:
     """Bytes of the files and of memory, bits a quantized weight, and roughly seconds."""
     checkpoint = source.opened.checkpoint
-    mine = [unit for unit in source.every if not options.ignores(unit.name)]
+    mine = source.mine(options)
     weights = sum(unit.n_out * unit.n_in for unit in mine)
     packed = sum(_bytes(unit, options, source.dtype.itemsize) for unit in mine)
     before = sum(checkpoint.stored(name).nbytes for name in checkpoint.names())

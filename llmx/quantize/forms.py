@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmx.quantize.options import Options
+from llmx.quantize.options import HEAD, Options
 from llmx.schemes import awq, compressed, fp8, gptq
 from llmx.schemes.grid import Grid, from_words
 
@@ -47,6 +47,23 @@ def store(made: Grid | Scaled, options: Options, dtype: torch.dtype) -> dict[str
     return tensors if made.input_scale is None else {**tensors, "input_scale": made.input_scale.to(dtype)}
 
 
+# Which axis of a stored tensor is that of the outputs; what is not named here is the same for all.
+OUT = {"qweight": 1, "qzeros": 1, "scales": 1, "weight": 0, "weight_packed": 0, "weight_scale": 0,
+       "weight_zero_point": 0, "weight_scale_inv": 0}  # fmt: skip
+
+
+def stacked(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """The tensors of a linear of which each of `parts` has some outputs, as many as fill whole words."""
+    if len(parts) == 1:
+        return dict(parts[0])
+    made = {name: torch.cat([part[name] for part in parts], OUT[name]) if name in OUT else tensor
+            for name, tensor in parts[0].items()}  # fmt: skip
+    if "weight_shape" in made:
+        n_in = parts[0]["weight_shape"][1]
+        made["weight_shape"] = torch.tensor([sum(int(part["weight_shape"][0]) for part in parts), int(n_in)])
+    return made
+
+
 def fp8_kind(options: Options) -> str:
     return {"dynamic": "channel", "static": "tensor", "block": "block"}[options.fp8_mode]
 
@@ -77,19 +94,20 @@ def _packed(tensors: Mapping[str, Tensor], options: Options) -> Tensor:
 
 
 def config(options: Options, ignored: Sequence[str], version: str) -> dict[str, Any]:
-    """The `quantization_config` of config.json. ignored: names of linears left as they are, the head too."""
-    names = list(ignored)
+    """The `quantization_config` of config.json. ignored: names of linears left as they are, but for the head."""
+    names = [*ignored] if options.head else [*ignored, HEAD]
     if options.form == "awq":
+        head = {"lm_head": True} if options.head else {}
         return {
             "quant_method": "awq", "bits": options.bits, "group_size": options.group, "zero_point": True,
-            "version": "gemm", "modules_to_not_convert": [n for n in names if n != "lm_head"] or None,
+            "version": "gemm", "modules_to_not_convert": list(ignored) or None, **head,
         }  # fmt: skip
     if options.form in ("gptq", "gptq_v2"):
         return {
             "quant_method": "gptq", "bits": options.bits, "group_size": options.group, "desc_act": False,
-            "sym": options.symmetric, "lm_head": False, "checkpoint_format": options.form, "format": options.form,
-            "pack_dtype": "int32", "true_sequential": False, "damp_percent": options.damp,
-            "dynamic": {f"-:{name}": {} for name in names if name != "lm_head"},
+            "sym": options.symmetric, "lm_head": options.head, "checkpoint_format": options.form,
+            "format": options.form, "pack_dtype": "int32", "true_sequential": False, "damp_percent": options.damp,
+            "dynamic": {f"-:{name}": {} for name in ignored},
             "meta": {"quantizer": [f"llmx:{version}"]},
         }  # fmt: skip
     if options.form == "fp8":
@@ -126,7 +144,8 @@ def _compressed(options: Options, names: list[str]) -> dict[str, Any]:
             weights |= {"block_structure": [128, 128]}
             inputs |= {"strategy": "group", "group_size": 128}
     group = {
-        "targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None,
+        "targets": ["Linear", HEAD] if options.head else ["Linear"], "weights": weights, "input_activations": inputs,
+        "output_activations": None,
         "format": kind,
     }  # fmt: skip
     return {

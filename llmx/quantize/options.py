@@ -18,12 +18,14 @@ FORMS = {
 FP8_MODES = ("dynamic", "static", "block")
 GROUPS = (128, 64, 32)
 MOST_NAMED = 6
+HEAD = "lm_head"
 
 
 @dataclass(frozen=True)
 class Options:
     """bits, group: of grids (group 0: 8-bit weights have none). form: how files are laid out. damp: part of the mean
-    diagonal added to Hessians. ignore: a regex; linears in whose name it is found stay as they are."""
+    diagonal added to Hessians. ignore: a regex; linears in whose name it is found stay as they are. head: the head is
+    quantized too."""
 
     method: str
     form: str
@@ -35,6 +37,7 @@ class Options:
     act_order: bool = True
     ignore: str | None = None
     strict: bool = False
+    head: bool = False
 
     @property
     def grids(self) -> bool:
@@ -47,9 +50,11 @@ class Options:
     @property
     def label(self) -> str:
         """What tells an output apart: "awq-w4g128"."""
+        more = "-head" if self.head else ""
         if self.grids:
-            return f"{self.method}-w{self.bits}g{self.group}"
-        return self.method if self.method == "int8" or self.fp8_mode == "dynamic" else f"fp8-{self.fp8_mode}"
+            return f"{self.method}-w{self.bits}g{self.group}{more}"
+        plain = self.method == "int8" or self.fp8_mode == "dynamic"
+        return (self.method if plain else f"fp8-{self.fp8_mode}") + more
 
     def ignores(self, name: str) -> bool:
         return self.ignore is not None and re.search(self.ignore, name) is not None
@@ -66,6 +71,7 @@ def choose(
     act_order: bool = True,
     ignore: str | None = None,
     strict: bool = False,
+    head: bool = False,
 ) -> Options:
     """Defaults filled in, group 0 for `with_group` to replace. UsageError for what no format or engine can hold."""
     assert method in METHODS
@@ -93,7 +99,14 @@ def choose(
             re.compile(ignore)
         except re.error as error:
             raise UsageError(f"--ignore {ignore!r} is no regular expression: {error}.") from error
-    return Options(method, form, bits, 0, symmetric, fp8_mode, damp, act_order, ignore, strict)
+    if head and form == "fp8":
+        raise UsageError(
+            "DeepSeek's fp8 format has no quantized head: loaders read it as plain numbers.",
+            hint="leave --quantize-lm-head or --fp8-mode block out",
+        )
+    if head and ignore is not None and re.search(ignore, HEAD):
+        raise UsageError(f"--ignore {ignore!r} leaves {HEAD} out, which --quantize-lm-head asks for.")
+    return Options(method, form, bits, 0, symmetric, fp8_mode, damp, act_order, ignore, strict, head)
 
 
 def _bits(method: str, form: str, bits: int | None) -> int:

@@ -17,7 +17,7 @@ from llmx.formats.hub import Located, locate
 from llmx.quantize import calibration
 from llmx.quantize.driver import Run, Source, default_path, fingerprint, open_source
 from llmx.quantize.estimate import estimate
-from llmx.quantize.options import Options, group_for
+from llmx.quantize.options import HEAD, Options, group_for
 from llmx.quantize.output import Output, check_free
 
 Say = Callable[[str], None]
@@ -30,6 +30,7 @@ DEFINITIONS = {
     "layers.nearest": "the same, of plain round-to-nearest",
     "block_errors": "norm of (quantized block's outputs - source block's) / norm of what the source block adds, from "
     "the same inputs",
+    "head_error": "norm of (quantized head's logits - source's) / norm of these, from the same states",
     "peak_rss_bytes": "largest resident memory of the process, mapped files too",
     "bits_per_weight": "of the quantized linears, scales and zeros counted",
 }
@@ -119,7 +120,7 @@ def measure(name: str, path: Path, seed: int, longest: int, say: Say) -> dict[st
 def settled(source: Source, wanted: Wanted, say: Say) -> Options:
     """The options with a group size. UsageError for linears that the format can't hold."""
     options = wanted.options
-    mine = [unit for unit in source.every if not options.ignores(unit.name)]
+    mine = source.mine(options)
     if not mine:
         raise UsageError(f"--ignore {options.ignore!r} leaves no linear to quantize.")
     if not options.grids:
@@ -131,10 +132,11 @@ def settled(source: Source, wanted: Wanted, say: Say) -> Options:
     if options.form != "compressed-tensors":
         bad = [f"{unit.name} ({unit.n_out} outputs)" for unit in mine if unit.n_out % together]
         if bad:
+            head = bad[0].startswith(f"{HEAD} ")
             raise UsageError(
                 f"The format {options.form} stores {together} outputs together, which does not fit {', '.join(bad[:6])}"
                 f"{f' and {len(bad) - 6} more' if len(bad) > 6 else ''}.",
-                hint="leave them out with --ignore",
+                hint="leave --quantize-lm-head out" if head else "leave them out with --ignore",
             )
     return replace(options, group=group)
 

@@ -121,6 +121,16 @@ class SourceWeights(CheckpointWeights):
         weight = piece.scheme.unpack(piece.tensors, torch.float32)
         return weight, None if piece.bias is None else piece.bias.float()
 
+    def is_tied(self, head: Unit) -> bool:
+        """Whether nothing is stored for it."""
+        return not self._has(head.name)
+
+    def rows(self, unit: Unit, low: int, high: int) -> Tensor:
+        """Some rows of a unit's weight, f32: (high - low, n_in)."""
+        spans = {Kind.OUT: Span(low, high, unit.n_out), Kind.IN: Span(0, unit.n_in, unit.n_in)}
+        piece = self._piece(unit.name, spans)
+        return piece.scheme.unpack(piece.tensors, torch.float32)
+
     def stored_as(self, unit: Unit) -> str | None:
         """The plain kind of a unit's weight; None if it is packed."""
         group = self._group(unit.name)

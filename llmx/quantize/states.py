@@ -115,6 +115,14 @@ class States:
             stats.finish()
         return found
 
+    def watch_norm(self, model: Any, *, hessian: bool) -> Stats:
+        """What the head would see of the states."""
+        stats = Stats(self.hidden[0].shape[1], hessian=hessian)
+        for hidden in self.hidden:
+            stats.see(model.norm(hidden))
+        stats.finish()
+        return stats
+
 
 def batch_of(texts: Sequence[Sequence[int]], groups: int) -> Batch:
     """Texts side by side from their first token on, none padded, each with blocks of its own."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -84,12 +85,37 @@ def test_a_dry_run_says_sizes_and_leaves_nothing(llmx: Callable[..., Result], mo
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_quantized_head_is_said_in_the_config_and_tied_ones_are_refused(
+    llmx: Callable[..., Result], model: Path, tmp_path: Path
+) -> None:
+    assert "22 linears" in llmx(model, "--gptq", "--quantize-lm-head", "--dry-run").stdout
+    ran = llmx(model, "--gptq", "--quantize-lm-head", *LITTLE, "--json", "report.json")
+    assert ran.exit_code == 0, ran.output
+    assert ran.stdout.splitlines()[-1] == "little-gptq-w4g32-head"
+    config = json.loads((tmp_path / "little-gptq-w4g32-head" / "config.json").read_text())
+    assert config["quantization_config"]["lm_head"] is True
+    results = json.loads((tmp_path / "report.json").read_text())["results"]
+    assert [layer["name"] for layer in results["layers"]][-1] == "lm_head"
+    assert 0 < results["head_error"] < 0.5
+    looked = RUNNER.invoke(app, ["inspect", "little-gptq-w4g32-head", "--fail-on", "warning"])
+    assert looked.exit_code == 0, looked.output
+
+    tied = tmp_path / "tied"
+    shutil.copytree(model, tied)
+    says = json.loads((tied / "config.json").read_text())
+    (tied / "config.json").write_text(json.dumps(says | {"tie_word_embeddings": True}))
+    refused = llmx(tied, "--gptq", "--quantize-lm-head", *LITTLE)
+    assert refused.exit_code == 2
+    assert "tied to its embedding" in refused.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
         ((), "one of --awq, --gptq, --fp8 and --int8"),
         (("--awq", "--gptq"), "one of --awq, --gptq, --fp8 and --int8"),
-        (("--awq", "--quantize-lm-head"), "--quantize-lm-head is not built"),
+        (("--fp8", "--fp8-mode", "block", "--quantize-lm-head"), "DeepSeek's fp8 format has no quantized head"),
+        (("--awq", "--quantize-lm-head", "--ignore", "head"), "--ignore 'head' leaves lm_head out"),
         (("--gptq", "--group-size", "128"), "Groups of 128 do not divide model.layers.0.self_attn.q_proj (64 inputs)"),
         (("--gptq", "--group-size", "big"), "--group-size must be auto or a whole number"),
         (("--gptq", "--ignore", "."), "leaves no linear"),

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+import transformers
 from tiny_models import Saved, Tiny, distance, every_tiny, load, logits_of, make, open_folder, prompt_of
 from tiny_models import run as run_model
 from torch import Tensor
@@ -65,7 +66,7 @@ def begin(
 ) -> Run:
     source = open_source(Located("hf", folder, folder.name, False))
     if options.grids:
-        mine = [(unit.name, unit.n_in) for unit in source.every if not options.ignores(unit.name)]
+        mine = [(unit.name, unit.n_in) for unit in source.mine(options)]
         options = replace(options, group=group_for(group, mine))
     texts = texts_of(source.opened.config.vocab)
     mark = fingerprint(source, options, texts, 0)
@@ -83,7 +84,7 @@ def whole(folder: Path, out: Path, options: Options, **more: Any) -> Run:
 def effective(run: Run, out: Path) -> dict[str, Tensor]:
     """The result's tensors as transformers names them, linears unpacked."""
     checkpoint = open_safetensors(out)
-    units = {unit.name for unit in run.source.every}
+    units = {unit.name for unit in run.source.mine(run.options)}
     found, packed = {}, dict[str, dict[str, Tensor]]()
     for name in checkpoint.names():
         owner, _, suffix = name.rpartition(".")
@@ -434,3 +435,129 @@ def test_options_that_no_format_can_hold_are_refused(method: str, more: dict[str
     with pytest.raises(UsageError) as caught:
         choose(method, **more)
     assert says in f"{caught.value.message} {caught.value.hint}"
+
+
+HEADS = [
+    ("gptq", {}, 32, 0.9),
+    ("gptq", {"bits": 8}, 32, 0.08),
+    ("gptq", {"bits": 8, "form": "compressed-tensors", "symmetric": False}, 32, 0.08),
+    ("awq", {}, 32, 0.9),
+    ("awq", {"form": "compressed-tensors", "bits": 8}, 32, 0.08),
+    ("int8", {}, None, 0.1),
+    ("fp8", {}, None, 0.3),
+    ("fp8", {"fp8_mode": "static"}, None, 0.3),
+    ("fp8", {"fp8_mode": "block", "form": "compressed-tensors"}, None, 0.3),
+]
+
+
+@pytest.mark.parametrize(("method", "more", "group", "bound"), HEADS, ids=str)
+def test_a_quantized_head_is_the_models(
+    method: str,
+    more: dict[str, Any],
+    group: int | None,
+    bound: float,
+    saved: Callable[[str], Saved],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Read back by us, and by transformers with what it stands for; some rows at a time give the same."""
+    source, out = saved(LLAMA), tmp_path / "out"
+    options = choose(method, **more, head=True)
+    run = whole(source.folder, out, options, group=group)
+    head = run.notes[-1]["layers"][0]
+    assert head["name"] == "lm_head"
+    assert not head["worse"]
+    assert head["error"] <= head["nearest"] * 1.001
+    names = open_safetensors(out).names()
+    assert any(one.startswith("lm_head.") for one in names)
+    assert "lm_head.weight" not in names or open_safetensors(out).stored("lm_head.weight").kind in ("I8", "F8_E4M3")
+    source_embedding = source.tensors["model.embed_tokens.weight"]
+    assert torch.equal(open_safetensors(out).read("model.embed_tokens.weight"), source_embedding)
+    assert loss(run, out, source) < bound
+    prompt = prompt_of(source.config["vocab_size"], 80)
+    model, weights = load(open_folder(out), 100)
+    assert weights.unused() == ()
+    said = run_model(model, prompt).logits
+    with effective_in(run, out, source):
+        assert distance(said, logits_of(source.model, prompt)) < 0.01
+    monkeypatch.setattr("llmx.quantize.head.ROWS", 128)  # the head has 160 rows
+    whole(source.folder, tmp_path / "again", options, group=group)
+    one, two = (open_safetensors(folder) for folder in (out, tmp_path / "again"))
+    assert set(one.names()) == set(two.names())
+    if method in ("gptq", "fp8"):  # others' scales are found on other rows
+        assert all(torch.equal(one.read(n), two.read(n)) for n in one.names() if n.startswith("lm_head."))
+
+
+@pytest.mark.parametrize("method", ["gptq", "int8"])
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+def test_transformers_reads_a_quantized_head(method: str, saved: Callable[[str], Saved], tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors", reason="compressed-tensors, with which transformers reads it, is missing")
+    source, out = saved(LLAMA), tmp_path / "out"
+    run = whole(source.folder, out, choose(method, form="compressed-tensors", head=True))
+    model = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    prompt = prompt_of(source.config["vocab_size"], 40)
+    with torch.no_grad():
+        said = model(input_ids=torch.tensor([prompt]), output_hidden_states=True)
+    hidden = said.hidden_states[-1][0]
+    head = effective(run, out)["lm_head.weight"]
+    assert distance(said.logits[0], hidden @ head.T) < (0.01 if method == "gptq" else 0.1)  # int8 rounds the head's inputs too
+    assert not torch.allclose(head, source.tensors["lm_head.weight"], atol=1e-3)
+
+
+def test_solved_heads_are_better_than_rounded_ones_and_their_scales_are_in_the_norm(
+    saved: Callable[[str], Saved], tmp_path: Path
+) -> None:
+    source = saved(LLAMA)
+    gains = {}
+    for method in ("gptq", "awq"):
+        run = whole(source.folder, tmp_path / method, choose(method, head=True))
+        head = run.notes[-1]["layers"][0]
+        gains[method] = head["error"] / head["nearest"]
+        norm = open_safetensors(tmp_path / method).read("model.norm.weight")
+        assert torch.equal(norm, source.tensors["model.norm.weight"]) == (method == "gptq")
+    assert gains["gptq"] < 0.7
+    assert gains["awq"] < 0.95
+
+
+def test_a_run_with_a_head_that_is_cut_off_goes_on_to_the_same_bytes(
+    saved: Callable[[str], Saved], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, options = saved(LLAMA).folder, choose("awq", head=True)
+    whole(folder, tmp_path / "wanted", options)
+    real = output.write_shard
+    for fatal in (3, 4):  # the last block's shard, the head's
+        count = 0
+
+        def write(*arguments: Any, fatal: int = fatal) -> None:
+            nonlocal count
+            count += 1
+            if count == fatal:
+                raise Cut
+            real(*arguments)
+
+        out = tmp_path / f"out{fatal}"
+        with monkeypatch.context() as patch:
+            patch.setattr(output, "write_shard", write)
+            with pytest.raises(Cut):
+                whole(folder, out, options)
+        again = whole(folder, out, options, resume=True)
+        assert again.resumed == fatal - 1
+        assert tree(out) == tree(tmp_path / "wanted")
+
+
+def test_the_check_finds_a_head_that_is_not_the_sources(saved: Callable[[str], Saved], tmp_path: Path) -> None:
+    run = begin(saved(LLAMA).folder, tmp_path / "out", choose("gptq", head=True))
+    run.quantize()
+    shard = run.output.open(3)
+    tensors = {name: shard.read(name).clone() for name in shard.names()}
+    tensors["lm_head.scales"] *= -1
+    write_shard(run.output.shard(3), tensors)
+    with pytest.raises(LlmxError, match="the head differs"):
+        run.finish()
+
+
+def test_a_tied_head_is_refused(saved: Callable[[str], Saved]) -> None:
+    tied = next(name for name, tiny in TINIES.items() if tiny.config_json()["tie_word_embeddings"])
+    source = open_source(Located("hf", saved(tied).folder, "it", False))
+    with pytest.raises(UsageError, match="The head of it is tied to its embedding"):
+        source.mine(choose("gptq", head=True))
