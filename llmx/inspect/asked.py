@@ -182,6 +182,11 @@ def _survey(opened: Opened, shard: Shard, broken: set[str], known: dict[str, Any
     return weights
 
 
+def units_of(opened: Opened) -> Mapping[str, Unit]:
+    """The linears that a model asks for, by name. UsageError where its sizes can't be."""
+    return _survey(opened, Shard(), set(), {}).units
+
+
 def _why_not(opened: Opened, size: int, broken: set[str], known: dict[str, Any]) -> str | None:
     """Why llmx can't run it on so many ranks; None if it can."""
     try:

@@ -86,6 +86,11 @@ def open_source(located: Located) -> Source:
     return Source(located, opened, units, dtype, None if opened.config.tied or first.is_tied(head) else head)
 
 
+def quantization_config(source: Source, options: Options) -> dict[str, Any]:
+    ignored = [unit.name for unit in source.every if options.ignores(unit.name)]
+    return forms.config(options, ignored, __version__)
+
+
 def prefix_of(index: int) -> str:
     return f"model.layers.{index}."
 
@@ -249,16 +254,11 @@ class Run:
         """Config and tokenizer files, the check. Returns what the report says of the files."""
         checkpoint = self.source.opened.checkpoint
         total = self.output.write_index()
-        self.output.write_config(self.source.located.path, self._quantization)
+        self.output.write_config(self.source.located.path, quantization_config(self.source, self.options))
         checked, head = self._check()
         self.output.finish()
         source = sum(checkpoint.stored(name).nbytes for name in checkpoint.names())
         return {"bytes": total, "source_bytes": source, "block_errors": checked, "head_error": head}
-
-    @property
-    def _quantization(self) -> dict[str, Any]:
-        ignored = [unit.name for unit in self.source.every if self.options.ignores(unit.name)]
-        return forms.config(self.options, ignored, __version__)
 
     def _check(self) -> tuple[list[float], float | None]:
         """Reopen all shards: shapes, dtypes, finiteness; each block's outputs against the source's, from its inputs.
@@ -295,7 +295,7 @@ class Run:
         """The head's logits against the source's, each behind its own norm, from the same states (tokens, hidden)."""
         unit, opened = self.source.head, self.source.opened
         assert unit is not None
-        known = quantization.read(Fields(self._quantization, "config.json"))
+        known = quantization.read(Fields(quantization_config(self.source, self.options), "config.json"))
         shard = MappedCheckpoint(rest.kind, {name: rest.region(name) for name in rest.names()}, known)
         made, _ = build(opened, self._length, {heads.NORM: rest.read(f"{heads.NORM}.weight").float()})
         ours = SourceWeights(replace(opened, checkpoint=shard))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,11 @@ from typing import Any
 from llmx.config import EngineConfig
 from llmx.errors import UsageError
 from llmx.evals.protocol import DEFAULT_CTX, LLAMA
+from llmx.formats.fields import Fields
 from llmx.formats.hub import Located, locate
+from llmx.formats.quantization import read
 from llmx.quantize import calibration
-from llmx.quantize.driver import Run, Source, default_path, fingerprint, open_source
+from llmx.quantize.driver import Run, Source, default_path, fingerprint, open_source, quantization_config
 from llmx.quantize.estimate import estimate
 from llmx.quantize.options import HEAD, Options, group_for
 from llmx.quantize.output import Output, check_free
@@ -31,6 +33,7 @@ DEFINITIONS = {
     "block_errors": "norm of (quantized block's outputs - source block's) / norm of what the source block adds, from "
     "the same inputs",
     "head_error": "norm of (quantized head's logits - source's) / norm of these, from the same states",
+    "vllm_ranks": "number of tensor-parallel ranks -> why vLLM 0.32 will not load the result on so many; null: it will",
     "peak_rss_bytes": "largest resident memory of the process, mapped files too",
     "bits_per_weight": "of the quantized linears, scales and zeros counted",
 }
@@ -71,6 +74,7 @@ def quantize(name: str, located: Located, wanted: Wanted, say: Say) -> Made:
     if wanted.length > longest:
         raise UsageError(f"--seq-len {wanted.length} is more than the {longest} positions that {name} has.")
     facts = {"options": asdict(options), "estimate": estimate(source, options, wanted.samples * wanted.length)}
+    facts["vllm_ranks"] = vllm_ranks(source, options)
     if wanted.dry_run:
         return Made(path, facts)
     check_free(path, resume=wanted.resume, force=wanted.force)
@@ -98,6 +102,17 @@ def quantize(name: str, located: Located, wanted: Wanted, say: Say) -> Made:
             "seconds": time.monotonic() - began, "peak_rss_bytes": peak,
         },
     )  # fmt: skip
+
+
+def vllm_ranks(source: Source, options: Options) -> dict[str, str | None]:
+    """Number of tensor-parallel ranks -> why vLLM will not load the result on so many; None where it will."""
+    from llmx.inspect import ranks
+    from llmx.inspect.asked import units_of
+
+    settings = read(Fields(quantization_config(source, options), "config.json"))
+    packed = {unit.name for unit in source.mine(options)}
+    found = ranks.vllm_ranks(units_of(source.opened), source.opened.config, settings, packed)
+    return {str(size): why for size, why in found.items()}
 
 
 def measure(name: str, path: Path, seed: int, longest: int, say: Say) -> dict[str, Any]:
@@ -150,6 +165,7 @@ def lines(made: Made) -> list[str]:
             f"{made.path}: {sizes['linears']} linears at {sizes['bits_per_weight']:.2f} bits a weight, about "
             f"{sizes['bytes'] / 1e6:,.0f} MB ({sizes['source_bytes'] / 1e6:,.0f} MB now)",
             f"about {sizes['memory_bytes'] / 1e6:,.0f} MB of memory and {sizes['seconds']:,.0f} s",
+            *_rank_lines(results["vllm_ranks"]),
         ]
     layers = results["layers"]
     said = [
@@ -176,4 +192,14 @@ def lines(made: Made) -> list[str]:
     if results["worse_than_nearest"]:
         said.append(f"{len(results['worse_than_nearest'])} layers are worse than round-to-nearest: "
                     f"{', '.join(results['worse_than_nearest'][:WORST])}")  # fmt: skip
-    return said
+    return [*said, *_rank_lines(results["vllm_ranks"])]
+
+
+def _rank_lines(ranks: Mapping[str, str | None]) -> Iterator[str]:
+    """Warnings: which numbers of ranks vLLM will not load the result on, each reason once."""
+    reasons: dict[str, list[str]] = {}
+    for size, why in ranks.items():
+        if why is not None:
+            reasons.setdefault(why.replace(f"over {size} ranks", "over them"), []).append(size)
+    for why, sizes in reasons.items():
+        yield f"warning: vLLM 0.32 will not load it with --tensor-parallel-size {' or '.join(sizes)}: {why}"

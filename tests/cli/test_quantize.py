@@ -51,6 +51,9 @@ def test_the_path_is_printed_and_the_report_says_what_was_lost(
     assert len(results["layers"]) == 21
     assert results["calibration"]["tokens"] == 128
     assert results["worse_than_nearest"] == results["fell_back"] == []
+    assert results["vllm_ranks"]["1"] is None
+    assert "no whole groups of 32" in results["vllm_ranks"]["2"]
+    assert "warning: vLLM 0.32 will not load it with --tensor-parallel-size 2" in ran.stderr
     assert 0 < results["eval"]["kld"]["mean"] < 5
     files = sum(path.stat().st_size for path in (tmp_path / "little-awq-w4g32").glob("*.safetensors"))
     assert results["bytes"] < files < results["source_bytes"]
@@ -82,6 +85,14 @@ def test_a_dry_run_says_sizes_and_leaves_nothing(llmx: Callable[..., Result], mo
     ran = llmx(model, "--gptq", "--dry-run")
     assert ran.exit_code == 0, ran.output
     assert "21 linears at 4.62 bits a weight" in ran.stdout
+    # 96 inputs of down_proj in groups of 32 can't be halved; o_proj's 64 can't be quartered
+    assert "will not load it with --tensor-parallel-size 2: model.layers.0.mlp.down_proj has 48 inputs" in ran.stdout
+    assert "--tensor-parallel-size 4: model.layers.0.self_attn.o_proj has 16 inputs a rank, no whole" in ran.stdout
+    blocks = llmx(model, "--fp8", "--fp8-mode", "block", "--dry-run")
+    assert "--tensor-parallel-size 1: model.layers.0.self_attn.q_proj has 64 outputs a rank" in blocks.stdout
+    rows = llmx(model, "--fp8", "--dry-run")
+    assert rows.stdout.count("warning") == 1
+    assert "--tensor-parallel-size 8: 4 attention heads can't be split over them" in rows.stdout
     assert list(tmp_path.iterdir()) == []
 
 
