@@ -10,6 +10,7 @@ from llmx.formats.fields import Fields
 from llmx.formats.gguf import Gguf
 from llmx.layers import shape
 from llmx.layers.decoder import Decoder
+from llmx.layers.gguf_form import GgufForm, form_of, in_pattern
 from llmx.layers.rope import RopeConfig, rope_from_gguf, rope_from_hf
 from llmx.layers.rope_written import rope_to_hf, short
 from llmx.layers.shape import Shape
@@ -124,6 +125,28 @@ class Config(Shape):
 
     def _window(self, layer: int) -> int | None:
         return self.windows[layer % len(self.windows)]
+
+    def to_gguf(self) -> GgufForm:
+        """UsageError where the layers' order or the scores' scale is not what readers take it to be."""
+        third = self.qk_norm == "head"
+        architecture = "gemma3" if third else "gemma2"
+        in_pattern([window is not None for window in self.windows], 6 if third else 2, "have windows")
+        width = self.hidden // self.heads if self.layers == BY_HIDDEN[architecture] else self.head_dim
+        if self.scale is None or abs(self.scale * width**0.5 - 1) > 1e-6:
+            raise UsageError(f"GGUF files of {architecture} scale scores by 1 / √{width}; this model has {self.scale}.")
+        if not third and not (self.attention_cap and self.logit_cap):
+            raise UsageError("GGUF files of gemma2 cap scores and logits; this model leaves one of them as it is.")
+        window = next(window for window in self.windows if window is not None)
+        more: dict[str, Any] = {"attention.sliding_window": window}
+        if self.attention_cap:
+            more["attn_logit_softcapping"] = float(self.attention_cap)
+        if self.logit_cap:
+            more["final_logit_softcapping"] = float(self.logit_cap)
+        turned = zip(self.ropes * self.layers, self.windows, strict=False)
+        whole = next((rope for rope, kept in turned if kept is None), self.ropes[-1])
+        if third and self.ropes[0] is not None:
+            more["rope.freq_base_swa"] = float(self.ropes[0].theta)
+        return form_of(self, architecture, rope=whole, activation="gelu_tanh", more=more, norms=1.0)
 
 
 def _family(hidden: int, third: bool) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from llmx.formats.fields import Fields
 from llmx.formats.gguf import Gguf
 from llmx.layers import shape
 from llmx.layers.decoder import Decoder
+from llmx.layers.gguf_form import GgufForm, form_of
 from llmx.layers.rope import rope_from_gguf, rope_from_hf
 from llmx.layers.rope_written import rope_to_hf, short
 from llmx.layers.shape import Shape
@@ -58,6 +59,15 @@ class Config(Shape):
         written |= {"embedding_multiplier": short(self.embedding_scale), "attention_multiplier": short(scale)}
         written |= {"residual_multiplier": short(self.residual_scale), "logits_scaling": short(1 / self.logit_scale)}
         return written | shape.biases_to_hf(biases, attention=True, mlp=True)
+
+    def to_gguf(self) -> GgufForm:
+        more = {
+            "attention.scale": self.head_dim**-0.5 if self.scale is None else self.scale,
+            "embedding_scale": self.embedding_scale,
+            "residual_scale": self.residual_scale,
+            "logit_scale": 1 / self.logit_scale,
+        }
+        return form_of(self, "granite", more={key: float(value) for key, value in more.items()})
 
 
 TINY = {

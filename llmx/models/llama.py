@@ -9,6 +9,7 @@ from llmx.formats.fields import Fields
 from llmx.formats.gguf import Gguf
 from llmx.layers import shape
 from llmx.layers.decoder import Decoder
+from llmx.layers.gguf_form import GgufForm, form_of, one_window
 from llmx.layers.rope import RopeConfig, rope_from_gguf, rope_from_hf
 from llmx.layers.rope_written import rope_to_hf
 from llmx.layers.shape import Shape
@@ -49,6 +50,11 @@ class Config(Shape):
             return kind | written | shape.biases_to_hf(biases)
         kind = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
         return kind | written | shape.biases_to_hf(biases, attention=True, mlp=True)
+
+    def to_gguf(self) -> GgufForm:
+        """A llama file."""
+        window, notes = one_window(self)
+        return form_of(self, "llama", more=window, notes=notes)
 
 
 # What the conformance test builds with transformers, what makes the family differ from a plainer one (as a change that

@@ -10,6 +10,7 @@ from llmx.formats.fields import Fields
 from llmx.formats.gguf import Gguf
 from llmx.layers import shape
 from llmx.layers.decoder import Decoder
+from llmx.layers.gguf_form import GgufForm, form_of, one_window
 from llmx.layers.rope import rope_from_gguf, rope_from_hf
 from llmx.layers.rope_written import rope_to_hf
 from llmx.layers.shape import Shape
@@ -50,6 +51,11 @@ class Config(Shape):
         kind = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": self.windows[0]}
         sizes = shape.sizes_to_hf(self) | rope_to_hf(self.rope, self.max_position)
         return kind | sizes | shape.biases_to_hf(biases)
+
+    def to_gguf(self) -> GgufForm:
+        """A llama file, as llama.cpp's converter makes of Mistral."""
+        window, notes = one_window(self)
+        return form_of(self, "llama", more=window, notes=notes)
 
 
 _SIZES = {

@@ -9,6 +9,7 @@ from llmx.formats.fields import Fields
 from llmx.formats.gguf import Gguf
 from llmx.layers import shape
 from llmx.layers.decoder import Decoder
+from llmx.layers.gguf_form import GgufForm, form_of, without_windows
 from llmx.layers.rope import rope_from_gguf, rope_from_hf
 from llmx.layers.rope_written import rope_to_hf
 from llmx.layers.shape import Shape
@@ -50,6 +51,10 @@ class Config(Shape):
         written: dict[str, Any] = {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"}
         written |= shape.sizes_to_hf(self) | rope_to_hf(self.rope, self.max_position)
         return written | shape.biases_to_hf(biases, attention=True)
+
+    def to_gguf(self) -> GgufForm:
+        without_windows(self, "olmo2")
+        return form_of(self, "olmo2")
 
 
 TINY = {

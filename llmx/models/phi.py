@@ -10,6 +10,7 @@ from llmx.formats.fields import Fields
 from llmx.formats.gguf import Gguf
 from llmx.layers import shape
 from llmx.layers.decoder import Decoder
+from llmx.layers.gguf_form import GgufForm, form_of
 from llmx.layers.rope import RopeConfig, rope_from_gguf, rope_from_hf
 from llmx.layers.rope_written import rope_to_hf
 from llmx.layers.shape import Shape
@@ -65,6 +66,13 @@ class Config(Shape):
         written |= {"original_max_position_embeddings": self.rope.original, "sliding_window": self.windows[0]}
         written["partial_rotary_factor"] = self.rope.rotated / self.head_dim
         return written | shape.biases_to_hf(biases)
+
+    def to_gguf(self) -> GgufForm:
+        """The original context is always there; no window is 0."""
+        assert self.rope is not None, "every layer turns"
+        more = {"attention.sliding_window": self.windows[0] or 0}
+        more["rope.scaling.original_context_length"] = self.rope.original
+        return form_of(self, "phi3", more=more)
 
 
 def _turning_less(rope: RopeConfig) -> RopeConfig:

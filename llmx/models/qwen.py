@@ -9,6 +9,7 @@ from llmx.formats.fields import Fields
 from llmx.formats.gguf import Gguf
 from llmx.layers import shape
 from llmx.layers.decoder import Decoder
+from llmx.layers.gguf_form import GgufForm, form_of, without_windows
 from llmx.layers.rope import rope_from_gguf, rope_from_hf
 from llmx.layers.rope_written import rope_to_hf
 from llmx.layers.shape import Shape
@@ -57,6 +58,11 @@ class Config(Shape):
         written |= shape.sizes_to_hf(self) | rope_to_hf(self.rope, self.max_position)
         own = frozenset() if third else frozenset({"q_proj", "k_proj", "v_proj"})  # Qwen 2 always has these
         return written | shape.biases_to_hf(biases - own, attention=third)
+
+    def to_gguf(self) -> GgufForm:
+        architecture = "qwen3" if self.qk_norm else "qwen2"
+        without_windows(self, architecture)
+        return form_of(self, architecture)
 
 
 _SIZES = {

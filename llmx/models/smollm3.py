@@ -10,6 +10,7 @@ from llmx.formats.fields import Fields
 from llmx.formats.gguf import Gguf
 from llmx.layers import shape
 from llmx.layers.decoder import Decoder
+from llmx.layers.gguf_form import GgufForm, form_of, in_pattern, without_windows
 from llmx.layers.rope import rope_from_gguf, rope_from_hf
 from llmx.layers.rope_written import rope_to_hf
 from llmx.layers.shape import Shape
@@ -64,6 +65,11 @@ class Config(Shape):
         written |= {"no_rope_layers": [int(turn) for turn in turns], "no_rope_layer_interval": INTERVAL}
         written |= {"use_sliding_window": False, "sliding_window": None}
         return written | shape.biases_to_hf(biases, attention=True, mlp=True)
+
+    def to_gguf(self) -> GgufForm:
+        without_windows(self, "smollm3")
+        in_pattern([rope is not None for rope in self.ropes], INTERVAL, "know no positions")
+        return form_of(self, "smollm3", rope=next(rope for rope in self.ropes if rope is not None))
 
 
 TINY = {
