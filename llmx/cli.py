@@ -14,6 +14,7 @@ from llmx import __version__
 from llmx.commands.bench import bench
 from llmx.commands.chat import chat
 from llmx.commands.compare import compare
+from llmx.commands.convert_gguf import convert_gguf
 from llmx.commands.convert_hf import convert_hf
 from llmx.commands.diff import diff
 from llmx.commands.env import env
@@ -95,7 +96,7 @@ def llmx(
 
 
 for command in (
-    *(generate, chat, serve, quantize, convert_hf, inspect),
+    *(generate, chat, serve, quantize, convert_gguf, convert_hf, inspect),
     *(bench, evaluate, compare, pull, plan, diff, env),
 ):
     app.command()(configurable(command))

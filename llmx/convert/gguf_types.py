@@ -134,8 +134,8 @@ def choose(tensors: Mapping[str, tuple[int, ...]], sizes: Sizes, asked: Asked) -
     if bad and not asked.fallback:
         first = counts.found[bad[0]]
         raise UsageError(
-            f"{len(bad)} tensors have rows that are no whole blocks: {bad[0]} has {tensors[bad[0]][-1]} inputs, "
-            f"{first.instead_of} stores {NUMBERS[first.instead_of or ''][1]} together.",
+            f"Rows of {len(bad)} of {len(tensors)} tensors are no whole blocks: {bad[0]} has {tensors[bad[0]][-1]} "
+            f"inputs, {first.instead_of} stores {NUMBERS[first.instead_of or ''][1]} together.",
             hint=f"without --no-fallback it becomes {first.kind}; --tensor-type chooses another",
         )
     return counts.found

@@ -206,6 +206,18 @@ def _read_metadata(cursor: _Cursor, pairs: int) -> Mapping[str, Any]:
     return MappingProxyType(metadata)
 
 
+def stored_pairs(path: Path) -> dict[str, bytes]:
+    """The metadata of one file as it is stored: key -> the value's type and bytes. UsageError as in `open_gguf`."""
+    cursor = _Cursor(MappedFile(path))
+    _, count = _read_header(cursor)
+    pairs = {}
+    for index in range(count):
+        key, start = cursor.text(f"metadata key {index}", MAX_NAME), cursor.at
+        _read_value(cursor, cursor.number("I", f"the type of {shown(key)}"), shown(key))
+        pairs[key] = bytes(cursor.data[start : cursor.at])
+    return pairs
+
+
 def _read_value(cursor: _Cursor, code: int, what: str) -> Any:
     if code == STRING:
         return cursor.text(what, MAX_TEXT)

@@ -1,0 +1,111 @@
+"""`llmx convert-gguf`: a model as one GGUF file, of any type, in one step."""
+
+from __future__ import annotations
+
+import json as jsonlib
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from llmx.commands import options as o
+from llmx.commands.ready import identity, progress, ready
+from llmx.errors import UsageError
+
+_TYPES = {"rich_help_panel": "Types"}
+_OUTPUT = {"rich_help_panel": "Output"}
+
+
+def convert_gguf(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A Hugging Face directory, or a .gguf file.")],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="The new file.", show_default="./NAME-TYPE.gguf", **_OUTPUT)
+    ] = None,
+    type_: Annotated[
+        str,
+        typer.Option(
+            "--type", metavar="TYPE",
+            help="q4_k_m, q4_k_s, q5_k_m, q5_k_s, q6_k, q3_k_s, q3_k_m, q3_k_l, q2_k, q8_0, q4_0, q4_1, q5_0, q5_1, "
+            "iq4_nl, iq4_xs, f16, bf16, f32; copy: as it is.", **_TYPES,
+        ),
+    ] = "q4_k_m",
+    tensor_type: Annotated[
+        list[str] | None,
+        typer.Option("--tensor-type", metavar="REGEX=TYPE", help="For tensors in whose name it is found.", **_TYPES),
+    ] = None,
+    output_type: Annotated[
+        str | None, typer.Option("--output-type", metavar="TYPE", help="Of output.weight.", **_TYPES)
+    ] = None,
+    embedding_type: Annotated[
+        str | None, typer.Option("--embedding-type", metavar="TYPE", help="Of token_embd.weight.", **_TYPES)
+    ] = None,
+    pure: Annotated[bool, typer.Option("--pure", help="No mixture: one type for all.", **_TYPES)] = False,
+    no_fallback: Annotated[
+        bool, typer.Option("--no-fallback", help="Rows that are no whole blocks of a type are an error.", **_TYPES)
+    ] = False,
+    imatrix: Annotated[
+        Path | None, typer.Option("--imatrix", metavar="FILE", help="Importance, as llama-imatrix writes it.", **_TYPES)
+    ] = None,
+    pretokenizer: Annotated[
+        str | None,
+        typer.Option("--pretokenizer", metavar="NAME", help="tokenizer.ggml.pre, where it isn't found.", **_OUTPUT),
+    ] = None,
+    split_max_size: Annotated[
+        str | None,
+        typer.Option("--split-max-size", metavar="SIZE", help="Of the tensors in one file: 2G, 500M.", **_OUTPUT),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say types and sizes only.", **_OUTPUT)] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace what is there.", **_OUTPUT)] = False,
+    json: Annotated[
+        Path | None, typer.Option("--json", metavar="PATH", help="Write the report there; -: stdout.", **_OUTPUT)
+    ] = None,
+    threads: o.Threads = None,
+) -> None:  # fmt: skip
+    """Write a model as a GGUF file, as llama.cpp's converter and quantiser do. The paths are printed at the end."""
+    started = datetime.now(UTC)
+    from llmx.convert.gguf_types import MIXTURES, Asked, parse_override, parse_type
+    from llmx.formats.gguf_write import parse_size
+
+    mixture = type_.lower()
+    if mixture != "copy" and mixture not in MIXTURES:
+        raise UsageError(f"--type {type_[:40]} is not known; there are {', '.join(MIXTURES)} and copy.")
+    asked = Asked(
+        mixture, pure=pure, fallback=not no_fallback, importance=imatrix is not None,
+        overrides=[parse_override(text) for text in tensor_type or ()],
+        output=None if output_type is None else parse_type(output_type, "--output-type"),
+        embedding=None if embedding_type is None else parse_type(embedding_type, "--embedding-type"),
+    )  # fmt: skip
+    if mixture == "copy" and (asked.overrides or asked.output or asked.embedding or pure or imatrix):
+        raise UsageError("--type copy changes no type, so the other options about types don't go with it.")
+    most = None if split_max_size is None else parse_size(split_max_size)
+    o.writable(None if json == Path("-") else json)
+    ready(model)
+    known = identity(model)
+    from llmx.convert.gguf_run import DEFINITIONS, Wanted, convert, lines
+    from llmx.convert.hf import short_name
+    from llmx.device import use_threads, yield_while_waiting
+    from llmx.formats import identity as weights
+    from llmx.formats.hub import locate
+    from llmx.report import Report
+
+    yield_while_waiting()
+    use_threads(threads, 1)
+    located = locate(model)
+    path = output or Path(f"{short_name(located)}-{mixture}.gguf")
+    wanted = Wanted(asked, path, most, pretokenizer, imatrix, force=force, dry_run=dry_run)
+    with progress(f"writing {path.name}") as tell:
+        results = convert(located, wanted, tell, lambda line: typer.echo(line, err=True))
+    report = Report(
+        "convert-gguf", results, model={"name": model, **known}, definitions=DEFINITIONS | weights.DEFINITIONS,
+        started=started,
+    )  # fmt: skip
+    if json is not None and json != Path("-"):
+        report.write_json(json)
+    if json == Path("-"):
+        typer.echo(jsonlib.dumps(report.to_dict(), indent=2, ensure_ascii=False))
+    for line in lines(results, every=dry_run):
+        typer.echo(line, err=not dry_run or json == Path("-"))
+    if not dry_run and json != Path("-"):
+        for written in results["paths"]:
+            typer.echo(written)

@@ -1,0 +1,100 @@
+"""Importance matrices: for each input of a linear the mean square of what came in, as llama.cpp's llama-imatrix writes.
+
+Two formats: a GGUF file with `NAME.in_sum2` and `NAME.counts`, and the older binary one.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from llmx.errors import UsageError
+from llmx.formats.gguf import open_gguf
+from llmx.formats.gguf_write import Entry, encode, plan, write_parts
+
+SUMS, COUNTS = ".in_sum2", ".counts"
+MOST_ENTRIES, MOST_NAME, MOST_VALUES = 1 << 16, 1 << 12, 1 << 26
+
+
+def read_importance(path: Path) -> dict[str, Tensor]:
+    """Tensor name -> (matrices, n_in) float32, >= 0 and finite; of experts that saw nothing ones."""
+    try:
+        with path.open("rb") as file:
+            magic = file.read(4)
+    except OSError as error:
+        raise UsageError(f"{path} can't be read: {error.strerror}.") from error
+    found = _read_gguf(path) if magic == b"GGUF" else _read_old(path)
+    for name, values in found.items():
+        if not bool(values.isfinite().all()) or bool((values < 0).any()):
+            raise UsageError(f"{path}: the importance of {name} holds numbers that are no mean squares.")
+    if not found:
+        raise UsageError(f"{path} holds no importance of any tensor.")
+    return found
+
+
+def _read_gguf(path: Path) -> dict[str, Tensor]:
+    file = open_gguf(path)
+    found = {}
+    for name in file.names():
+        if not name.endswith(SUMS):
+            continue
+        owner = name.removesuffix(SUMS)
+        if owner + COUNTS not in file:
+            raise UsageError(f"{path.name}: {owner}{COUNTS} is missing beside {name}.")
+        sums, counts = file.read(name).float(), file.read(owner + COUNTS).float().flatten()
+        sums = sums.reshape(len(counts), -1)
+        seen = counts > 0
+        found[owner] = torch.where(seen[:, None], torch.div(sums, torch.where(seen, counts, 1.0)[:, None]), 1.0)
+    return found
+
+
+def _read_old(path: Path) -> dict[str, Tensor]:
+    """Per entry: a name, how many calls, and sums of each call's mean."""
+    data = path.read_bytes()
+    at, found = 0, {}
+
+    def number() -> int:
+        nonlocal at
+        (value,) = struct.unpack_from("<i", data, at)
+        at += 4
+        return int(value)
+
+    try:
+        count = number()
+        if not 0 < count <= MOST_ENTRIES:
+            raise ValueError
+        for _ in range(count):
+            length = number()
+            if not 0 < length <= MOST_NAME:
+                raise ValueError
+            name = data[at : at + length].decode("utf-8")
+            at += length
+            calls, values = number(), number()
+            if not 0 < values <= MOST_VALUES or at + 4 * values > len(data):
+                raise ValueError
+            sums = torch.frombuffer(bytearray(data[at : at + 4 * values]), dtype=torch.float32)
+            at += 4 * values
+            found[name] = (torch.div(sums, torch.full_like(sums, calls)) if calls > 0 else sums).reshape(1, -1)
+    except (struct.error, ValueError, UnicodeDecodeError):
+        raise UsageError(f"{path} is no importance matrix: neither GGUF nor llama.cpp's older format.") from None
+    return found
+
+
+def write_importance(path: Path, sums: Mapping[str, tuple[Tensor, int]], tokens: int, source: str) -> None:
+    """sums: tensor name -> (squares of its inputs added up (n_in,), rows that were). As llama-imatrix writes GGUF."""
+    pairs = {
+        "general.type": encode("imatrix"),
+        "imatrix.datasets": encode([source]),
+        "imatrix.chunk_count": encode(1),
+        "imatrix.chunk_size": encode(tokens),
+    }
+    values: dict[str, Tensor] = {}
+    for name, (total, count) in sorted(sums.items()):
+        values[name + SUMS] = total.float().reshape(1, -1)
+        values[name + COUNTS] = torch.tensor([[float(count)]])
+    entries = [Entry(name, "F32", tuple(tensor.shape)) for name, tensor in values.items()]
+    write_parts([path], plan(pairs, entries), lambda entry: iter([values[entry.name].numpy().data.cast("B")]))

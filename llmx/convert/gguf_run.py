@@ -1,0 +1,234 @@
+"""A whole `llmx convert-gguf`: what goes where, the numbers, the files, and what the report says."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmx.convert.gguf_importance import read_importance
+from llmx.convert.gguf_source import GgufSource, source_of
+from llmx.convert.gguf_types import MIXTURES, PLAIN, TOKENS, Asked, Choice, choose, in_order
+from llmx.errors import LlmxError, UsageError
+from llmx.formats.gguf_write import NUMBERS, UINT32, Entry, encode, part_paths, plan, write_parts
+from llmx.formats.hub import Located
+from llmx.kernels import Kernels
+
+COPY = "copy"
+QUANTIZATION_VERSION = 2
+Tell = Callable[[int, int], None]
+Say = Callable[[str], None]
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+DEFINITIONS = {
+    "bits_per_weight": "of all tensors, scales counted",
+    "tensors.instead_of": "the type that a tensor's rows are no whole blocks of",
+    "source_bytes": "of all tensors as they are stored now",
+    "seconds": "from the first tensor read to the last renamed file",
+}
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """most: bytes of tensors in a file. imatrix: importance by the name of a tensor, or None."""
+
+    asked: Asked
+    out: Path
+    most: int | None = None
+    pretokenizer: str | None = None
+    imatrix: Path | None = None
+    importance: Mapping[str, Tensor] = field(default_factory=dict)
+    force: bool = False
+    dry_run: bool = False
+
+
+def convert(located: Located, wanted: Wanted, tell: Tell, say: Say) -> dict[str, Any]:
+    """Writes the files, all or none, and returns the report's results. UsageError before anything is written."""
+    source = source_of(located, wanted.pretokenizer)
+    importance = wanted.importance
+    if wanted.imatrix is not None:
+        importance = read_importance(wanted.imatrix)
+    entries, choices = _entries(source, wanted.asked)
+    importance = _matched(importance, source, choices)
+    pairs = dict(source.pairs)
+    if wanted.asked.mixture != COPY:
+        pairs["general.file_type"] = encode(MIXTURES[wanted.asked.mixture][1], UINT32)
+        pairs["general.quantization_version"] = encode(QUANTIZATION_VERSION, UINT32)
+    parts = plan(pairs, entries, wanted.most)
+    paths = part_paths(wanted.out, len(parts))
+    results = _results(source, entries, choices, paths, sum(part.nbytes for part in parts), len(importance))
+    for note in source.notes:
+        say(f"note: {note}")
+    if wanted.dry_run:
+        return results
+    _check_free(paths, located, wanted.force)
+    writer = _Tensors(source, importance, sum(entry.nbytes for entry in entries), tell)
+    began = time.monotonic()
+    write_parts(paths, parts, writer.data)
+    results["seconds"] = time.monotonic() - began
+    return results
+
+
+def _entries(source: GgufSource, asked: Asked) -> tuple[list[Entry], dict[str, Choice]]:
+    names = sorted(source.shapes, key=in_order)
+    if asked.mixture == COPY:
+        return [Entry(name, source.kinds[name], source.shapes[name]) for name in names], {}
+    choices = choose(source.shapes, source.sizes, asked)
+    kinds = {name: choices[name].kind if name in choices else source.kept(name) for name in names}
+    return [Entry(name, kinds[name], source.shapes[name]) for name in names], choices
+
+
+def _matched(importance: Mapping[str, Tensor], source: GgufSource, choices: Mapping[str, Choice]) -> dict[str, Tensor]:
+    """Name -> (matrices, n_in) for the tensors that are quantised by it. UsageError for one of another size."""
+    found = {}
+    for name, choice in choices.items():
+        if name not in importance or choice.kind in PLAIN:
+            continue
+        shape = source.shapes[name]
+        wanted = (prod(shape[:-2]), shape[-1])
+        if importance[name].numel() != prod(wanted):
+            if name in TOKENS:
+                continue  # what comes in is a token there, not a row of numbers
+            raise UsageError(
+                f"The importance of {name} has {importance[name].numel()} numbers, its inputs are {prod(wanted)}.",
+                hint="was it collected with another model?",
+            )
+        found[name] = importance[name].reshape(wanted).float()
+    if importance and not found and choices:
+        raise UsageError("The importance matrix names none of this model's tensors.", hint="is it another model's?")
+    return found
+
+
+class _Tensors:
+    """The bytes of each tensor, made when they are written."""
+
+    def __init__(self, source: GgufSource, importance: Mapping[str, Tensor], total: int, tell: Tell) -> None:
+        self._source, self._importance, self._total, self._tell = source, importance, total, tell
+        self._quantize = Kernels("cpu").get("quantize_blocks")
+        self._done = 0
+
+    def data(self, entry: Entry) -> Iterator[memoryview]:
+        same = self._source.as_stored(entry.name, entry.kind)
+        for part in self._converted(entry) if same is None else _pieces(same):
+            piece = part.contiguous().flatten().view(torch.uint8).numpy().data
+            yield piece
+            self._done += piece.nbytes
+            self._tell(self._done, self._total)
+
+    def _converted(self, entry: Entry) -> Iterator[Tensor]:
+        row = 0
+        for rows in self._source.numbers(entry.name):
+            if not _finite(rows):
+                raise LlmxError(f"{entry.name} holds infinities or what is no number; such weights can't be converted.")
+            if entry.kind in DTYPES:
+                made = rows.to(DTYPES[entry.kind])
+                if entry.kind == "F16" and not _finite(made.float()):
+                    raise LlmxError(f"{entry.name} has numbers too large for f16.", hint="--type bf16 holds them")
+                yield made
+                continue
+            yield from self._blocks(entry, rows, row)
+            row += len(rows)
+
+    def _blocks(self, entry: Entry, rows: Tensor, first: int) -> Iterator[Tensor]:
+        """Rows from `first` on, each matrix of experts with its own importance."""
+        importance = self._importance.get(entry.name)
+        if importance is None:
+            yield self._quantize(rows, entry.kind)
+            return
+        each, at = entry.shape[-2], 0
+        while at < len(rows):
+            matrix, inside = divmod(first + at, each)
+            count = min(len(rows) - at, each - inside)
+            yield self._quantize(rows[at : at + count], entry.kind, importance[matrix])
+            at += count
+
+
+def _finite(rows: Tensor) -> bool:
+    # The sum shows what is no number without a mask of all, which would take longer than rounding does.
+    return math.isfinite(float(rows.sum())) or bool(rows.isfinite().all())
+
+
+def _pieces(tensor: Tensor) -> Iterator[Tensor]:
+    yield from tensor.flatten().split(1 << 25)
+
+
+def _check_free(paths: list[Path], located: Located, force: bool) -> None:
+    for path in paths:
+        if path.exists() and not force:
+            raise UsageError(
+                f"{path} is there already.", hint="choose another name with -o, or replace it with --force"
+            )
+        if path.is_dir():
+            raise UsageError(f"{path} is a folder.")
+        if located.kind == "gguf" and path.exists() and path.samefile(located.path):
+            raise UsageError(f"{path} is the file that is converted.", hint="choose another name with -o")
+        if not path.parent.is_dir():
+            raise UsageError(f"{path.parent} is no folder.", hint="make it first")
+
+
+def _results(
+    source: GgufSource,
+    entries: list[Entry],
+    choices: Mapping[str, Choice],
+    paths: list[Path],
+    nbytes: int,
+    weighted: int,
+) -> dict[str, Any]:
+    tensors = [
+        {
+            "name": entry.name,
+            "shape": list(entry.shape),
+            "from": source.kinds[entry.name],
+            "type": entry.kind,
+            "instead_of": choices[entry.name].instead_of if entry.name in choices else None,
+            "bytes": entry.nbytes,
+        }
+        for entry in entries
+    ]
+    again = [e.name for e in entries if source.kinds[e.name] not in PLAIN and source.kinds[e.name] != e.kind]
+    if again and any(source.kinds[name] in NUMBERS for name in again):
+        source.notes.append(f"{len(again)} tensors are quantised already, and are rounded once more.")
+    weights, stored = sum(prod(entry.shape) for entry in entries), sum(entry.nbytes for entry in entries)
+    return {
+        "paths": [str(path) for path in paths],
+        "architecture": source.sizes.architecture,
+        "tokenizer_found_by": source.found_by,
+        "types": dict(Counter(entry.kind for entry in entries)),
+        "fallbacks": sum(choice.instead_of is not None for choice in choices.values()),
+        "with_importance": weighted,
+        "weights": weights,
+        "bytes": nbytes,
+        "source_bytes": source.nbytes,
+        "bits_per_weight": 8 * stored / weights,
+        "notes": list(source.notes),
+        "tensors": tensors,
+    }
+
+
+def lines(results: Mapping[str, Any], every: bool) -> list[str]:
+    """What a user reads; `every`: a line for each tensor."""
+    said = []
+    if every:
+        for tensor in results["tensors"]:
+            shape = "×".join(map(str, tensor["shape"]))
+            instead = f" (rows are no whole blocks of {tensor['instead_of']})" if tensor["instead_of"] else ""
+            said.append(f"{tensor['name']:40} {shape:>14} {tensor['from']:>6} -> {tensor['type']}{instead}")
+    types = ", ".join(f"{count} {kind}" for kind, count in results["types"].items())
+    said.append(f"{len(results['tensors'])} tensors: {types}")
+    if results["fallbacks"]:
+        said.append(f"{results['fallbacks']} have rows that are no whole blocks of the type they should have.")
+    said.append(
+        f"{results['bits_per_weight']:.2f} bits per weight, {results['bytes'] / 1e6:,.1f} MB "
+        f"(source {results['source_bytes'] / 1e6:,.1f} MB)"
+    )
+    if seconds := results.get("seconds"):
+        said.append(f"{seconds:.1f} s, {results['source_bytes'] / 1e6 / seconds:,.0f} MB/s of the source")
+    return said

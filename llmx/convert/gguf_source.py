@@ -1,0 +1,256 @@
+"""What a GGUF file is made from: tensors by GGUF's names, rows of numbers on demand, and the metadata.
+
+Two kinds: a Hugging Face folder (what is packed there is unpacked), and another GGUF file, of any architecture.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmx.convert.gguf_types import Sizes
+from llmx.convert.gguf_vocab import vocabulary
+from llmx.convert.plain import FLOATS, Plain, dense_dtype
+from llmx.errors import UsageError
+from llmx.formats.checkpoint import Checkpoint, Stored
+from llmx.formats.fields import Fields
+from llmx.formats.gguf import stored_pairs
+from llmx.formats.gguf_write import encode
+from llmx.formats.hub import Located
+from llmx.layers.gguf_form import GgufForm
+from llmx.models import Opened, open_model
+from llmx.schemes import find
+
+_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+CHUNK = 1 << 20  # weights that are numbers at a time: few enough to stay in a cache
+TIED = "lm_head.weight"
+UNUSED = (".rotary_emb.inv_freq",)  # stored by old versions of transformers, and follow from the config
+
+
+class GgufSource(ABC):
+    """shapes: name -> (rows..., n_in). kinds: what is stored, or would be if nothing were changed. pairs: metadata,
+    encoded. nbytes: what is stored now. notes: what a user should know."""
+
+    def __init__(self, sizes: Sizes, pairs: dict[str, bytes]) -> None:
+        self.sizes, self.pairs = sizes, pairs
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.kinds: dict[str, str] = {}
+        self.nbytes = 0
+        self.notes: list[str] = []
+        self.found_by = "the file"  # its tokenizer's name
+
+    @abstractmethod
+    def numbers(self, name: str) -> Iterator[Tensor]:
+        """The tensor as float32 rows (n, n_in), in order, about CHUNK numbers at a time."""
+
+    @abstractmethod
+    def as_stored(self, name: str, kind: str) -> Tensor | None:
+        """The tensor whole, if what is stored is of `kind` already and is to stay as it is."""
+
+    @abstractmethod
+    def kept(self, name: str) -> str:
+        """The type of a tensor that is not quantised."""
+
+
+@dataclass(frozen=True)
+class _Unit:
+    stored: str
+    heads: int | None
+    plus: float
+
+
+class FolderSource(GgufSource):
+    """A Hugging Face folder of a family that llmx runs."""
+
+    def __init__(self, located: Located, pretokenizer: str | None) -> None:
+        opened = open_model(located)
+        form: GgufForm = opened.config.to_gguf()
+        config = opened.config
+        super().__init__(Sizes(form.architecture, config.layers, config.heads // config.kv_heads), {})
+        self._plain = Plain(opened, torch.float32)
+        self._dense = dense_dtype(opened)
+        self._units: dict[str, _Unit] = {}
+        self._extra = {name: torch.tensor(values) for name, values in form.tensors.items()}
+        self.notes += form.notes
+        self._name_tensors(opened, form)
+        rows = self.shapes["token_embd.weight"][0]
+        vocab = vocabulary(located.path, rows, pretokenizer)
+        self.notes += vocab.notes
+        self.found_by = vocab.found_by
+        about = _about(opened, located.path, form)
+        written = about | form.pairs | {f"{form.architecture}.vocab_size": rows} | vocab.pairs
+        self.pairs |= {key: encode(value) for key, value in written.items()}
+
+    def _name_tensors(self, opened: Opened, form: GgufForm) -> None:
+        left_out = []
+        table, permuted = opened.family.GGUF, opened.family.GGUF_PERMUTED
+        for name in self._plain.names():
+            owner, _, suffix = name.rpartition(".")
+            found = _LAYER.match(owner)
+            pattern = owner if found is None else f"model.layers.{{i}}.{found[2]}"
+            if name == TIED and opened.config.tied:
+                if not self._equals_embedding():
+                    self.notes.append("lm_head.weight differs from the embedding, which the config says it shares.")
+                continue
+            if pattern not in table or suffix not in ("weight", "bias"):
+                if not name.endswith(UNUSED):
+                    left_out.append(name)
+                continue
+            target = f"{table[pattern] if found is None else table[pattern].replace('{i}', found[1])}.{suffix}"
+            part = owner.rsplit(".", 1)[-1]
+            heads = getattr(opened.config, permuted[part]) if part in permuted else None
+            plus = form.norms if suffix == "weight" and owner.endswith("norm") else 0.0
+            self._units[target] = _Unit(name, heads, plus)
+            self._add(target, self._plain.stored(name), self._packed(name))
+        for name, values in self._extra.items():
+            self.shapes[name], self.kinds[name] = tuple(values.shape), "F32"
+        self.nbytes = sum(opened.checkpoint.stored(name).nbytes for name in opened.checkpoint.names())
+        if left_out:
+            self.notes.append(f"{len(left_out)} tensors have no place in a GGUF file: {left_out[0]}...")
+        self._complete(opened)
+
+    def _packed(self, name: str) -> bool:
+        return not self._plain._entries[name].same
+
+    def _equals_embedding(self) -> bool:
+        if "model.embed_tokens.weight" not in self._plain:
+            return True
+        head, embedding = self._plain.read(TIED), self._plain.read("model.embed_tokens.weight")
+        return torch.equal(head, embedding)
+
+    def _add(self, target: str, stored: Stored, packed: bool) -> None:
+        if stored.kind not in FLOATS:
+            raise UsageError(f"{stored.name} is stored as {stored.kind}; it must be floating-point numbers.")
+        self.shapes[target] = stored.shape
+        kind = next(kind for kind, dtype in FLOATS.items() if dtype == self._dense) if packed else stored.kind
+        self.kinds[target] = kind if len(stored.shape) > 1 else "F32"
+
+    def _complete(self, opened: Opened) -> None:
+        """UsageError unless every layer has what the first has, with its shape, and the ends are there."""
+        config = opened.config
+        wanted = {"token_embd.weight": (config.vocab, config.hidden), "output_norm.weight": (config.hidden,)}
+        if not config.tied:
+            wanted["output.weight"] = (config.vocab, config.hidden)
+        first = {name.removeprefix("blk.0."): shape for name, shape in self.shapes.items() if name.startswith("blk.0.")}
+        for layer in range(config.layers):
+            wanted |= {f"blk.{layer}.{rest}": shape for rest, shape in first.items()}
+        for name, shape in wanted.items():
+            if name not in self.shapes:
+                raise UsageError(f"{opened.metadata.where}: the checkpoint has no tensor for {name}; is it complete?")
+            if self.shapes[name] != shape:
+                raise UsageError(f"{name} would be {self.shapes[name]}, but the config asks for {shape}.")
+        if not first or (beyond := [n for n in self.shapes if n.startswith(f"blk.{config.layers}.")]):
+            what = beyond[0] if first else "blk.0"
+            raise UsageError(f"{opened.metadata.where}: {config.layers} layers, which does not fit the tensor {what}.")
+
+    def numbers(self, name: str) -> Iterator[Tensor]:
+        if name in self._extra:
+            yield self._extra[name].reshape(1, -1)
+            return
+        unit = self._units[name]
+        tensor = self._plain.read(unit.stored)
+        rows = tensor.reshape(-1, tensor.shape[-1]) if tensor.dim() > 1 else tensor.reshape(1, -1)
+        if unit.heads is not None:
+            rows = interleaved(tensor.reshape(tensor.shape[0], -1), unit.heads).reshape(rows.shape)
+        for part in rows.split(max(1, CHUNK // rows.shape[1])):
+            yield part.float() + unit.plus if unit.plus else part.float()
+
+    def as_stored(self, name: str, kind: str) -> Tensor | None:
+        unit = self._units.get(name)
+        if unit is None or unit.heads is not None or unit.plus or self._packed(unit.stored):
+            return None
+        return self._plain.read(unit.stored) if self._plain.stored(unit.stored).kind == kind else None
+
+    def kept(self, name: str) -> str:
+        return "F32"
+
+
+def interleaved(rows: Tensor, heads: int) -> Tensor:
+    """(head, half, pair) rows -> (head, pair, half), as GGUF's llama has q and k."""
+    made: Tensor = rows.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+    return made
+
+
+class FileSource(GgufSource):
+    """Another GGUF file: its tensors and metadata under the names that they have."""
+
+    def __init__(self, located: Located) -> None:
+        from llmx.formats.gguf import open_gguf
+
+        checkpoint = open_gguf(located.path)
+        fields = Fields(checkpoint.metadata, located.path.name)
+        architecture = fields.text("general.architecture")
+        heads = _first(checkpoint.metadata, f"{architecture}.attention.head_count", 1)
+        super().__init__(
+            Sizes(
+                architecture,
+                fields.integer(f"{architecture}.block_count", 0, low=0),
+                heads // max(1, _first(checkpoint.metadata, f"{architecture}.attention.head_count_kv", heads)),
+                fields.integer(f"{architecture}.expert_count", 0, low=0),
+            ),
+            {key: raw for key, raw in stored_pairs(checkpoint.path).items() if not key.startswith("split.")},
+        )
+        self._checkpoint: Checkpoint = checkpoint
+        for name in checkpoint.names():
+            stored = checkpoint.stored(name)
+            self.shapes[name], self.kinds[name] = stored.shape, stored.kind
+            self.nbytes += stored.nbytes
+
+    def numbers(self, name: str) -> Iterator[Tensor]:
+        stored, tensor = self._checkpoint.stored(name), self._checkpoint.read(name)
+        rows = tensor.reshape(-1, tensor.shape[-1]) if tensor.dim() > 1 else tensor.reshape(1, -1)
+        scheme = None if stored.kind in FLOATS else find(name, {"weight": _as_matrix(stored)})
+        for part in rows.split(max(1, CHUNK // stored.shape[-1])):
+            yield part.float() if scheme is None else scheme.unpack({"weight": part}, torch.float32)
+
+    def as_stored(self, name: str, kind: str) -> Tensor | None:
+        return self._checkpoint.read(name) if self.kinds[name] == kind else None
+
+    def kept(self, name: str) -> str:
+        return self.kinds[name]
+
+
+def _as_matrix(stored: Stored) -> Stored:
+    if len(stored.shape) == 2:
+        return stored
+    rows = stored.nbytes // stored.read_shape[-1]
+    return Stored(stored.name, stored.kind, (rows, stored.shape[-1]), stored.nbytes)
+
+
+def _first(metadata: Mapping[str, Any], key: str, default: int) -> int:
+    """Of a number, or of a list with one for each layer."""
+    value = metadata.get(key, default)
+    value = value[0] if isinstance(value, list) and value else value
+    return value if isinstance(value, int) and value > 0 else default
+
+
+def _about(opened: Opened, folder: Path, form: GgufForm) -> dict[str, Any]:
+    """general.*: what the model is."""
+    named = opened.metadata.text("_name_or_path", "") if "_name_or_path" in opened.metadata else ""
+    about: dict[str, Any] = {
+        "general.architecture": form.architecture,
+        "general.type": "model",
+        "general.name": Path(named).name or folder.resolve().name,
+    }
+    card = folder / "README.md"
+    if card.is_file() and (license_ := re.search(r"^license: *([\w.-]+) *$", card.read_text("utf-8", "replace"), re.M)):
+        about["general.license"] = license_[1]
+    return about
+
+
+def source_of(located: Located, pretokenizer: str | None) -> GgufSource:
+    """UsageError, with nothing read but headers, for what can't be converted."""
+    if located.kind == "gguf":
+        if pretokenizer is not None:
+            raise UsageError("--pretokenizer is for Hugging Face folders; a GGUF file says what it has.")
+        return FileSource(located)
+    if not (located.path / "config.json").is_file():
+        raise UsageError(f"{located.path} has no config.json.")
+    return FolderSource(located, pretokenizer)

@@ -1,0 +1,109 @@
+"""`llmx convert-gguf`: what it prints and leaves behind, and what it refuses before it begins."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+from tiny_models import build, every_tiny
+from tiny_models import save as save_model
+from tokenizer_samples import byte_level, save
+from typer.testing import CliRunner, Result
+
+from llmx.cli import app
+
+RUNNER = CliRunner()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    tiny = next(tiny for tiny in every_tiny() if tiny.name == "Llama-0")
+    tiny = replace(tiny, options={**tiny.options, "vocab_size": 448})
+    ends = {"bos_token": "<|begin|>", "eos_token": "<|end|>"}
+    config = tiny.config_json()
+    folder = save_model(tmp_path_factory.mktemp("tiny") / "little", config, build(tiny.oracle, config))
+    return save(byte_level(), folder, tokenizer_config=ends)
+
+
+@pytest.fixture
+def llmx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LLMX_CACHE", str(tmp_path / "cache"))
+
+    def run(*arguments: object) -> Result:
+        return RUNNER.invoke(app, list(map(str, arguments)))
+
+    return run
+
+
+def test_the_path_is_printed_and_the_report_names_every_tensor(
+    llmx: Callable[..., Result], model: Path, tmp_path: Path
+) -> None:
+    ran = llmx("convert-gguf", model, "--type", "q8_0", "--json", "report.json")
+    assert ran.exit_code == 0, ran.output
+    assert ran.stdout.splitlines()[-1] == "little-q8_0.gguf"
+    assert "bits per weight" in ran.stderr
+    assert "27 rows of the embedding have no token" in ran.stderr
+    stored = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(tmp_path / "little-q8_0.gguf").tensors}
+    results: dict[str, Any] = json.loads((tmp_path / "report.json").read_text())["results"]
+    assert {tensor["name"]: tensor["type"] for tensor in results["tensors"]} == stored
+    assert results["bytes"] == (tmp_path / "little-q8_0.gguf").stat().st_size
+    again = llmx("convert-gguf", model, "--type", "q8_0")
+    assert again.exit_code == 2
+    assert "little-q8_0.gguf is there already" in again.stderr
+    assert llmx("convert-gguf", model, "--type", "Q4_0", "-o", "little-q8_0.gguf", "--force").exit_code == 0
+    said = llmx("generate", "Hello", "--model", "little-q8_0.gguf", "--max-tokens", "4", "--temperature", "0")
+    assert said.exit_code == 0, said.output
+
+
+def test_a_dry_run_writes_nothing_and_shows_types(llmx: Callable[..., Result], model: Path, tmp_path: Path) -> None:
+    ran = llmx("convert-gguf", model, "--dry-run")
+    assert ran.exit_code == 0, ran.output
+    assert "blk.0.ffn_down.weight" in ran.stdout
+    assert "-> Q8_0 (rows are no whole blocks of Q6_K)" in ran.stdout
+    assert "bits per weight" in ran.stdout
+    assert not list(tmp_path.glob("*.gguf"))
+    refused = llmx("convert-gguf", model, "--dry-run", "--no-fallback")
+    assert refused.exit_code == 2
+    assert "are no whole blocks" in refused.stderr
+
+
+def test_a_quantised_folder_is_unpacked_and_written(llmx: Callable[..., Result], model: Path, tmp_path: Path) -> None:
+    assert llmx("quantize", model, "--fp8", "-o", "fp8").exit_code == 0
+    ran = llmx("convert-gguf", "fp8", "--type", "copy", "-o", "m.gguf")
+    assert ran.exit_code == 0, ran.output
+    kinds = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(tmp_path / "m.gguf").tensors}
+    assert kinds["blk.0.ffn_up.weight"] == kinds["token_embd.weight"]
+    assert llmx("convert-hf", "m.gguf", "-o", "back").exit_code == 0
+    assert llmx("convert-gguf", "back", "--type", "copy", "-o", "again.gguf").exit_code == 0
+    first, second = (gguf.GGUFReader(tmp_path / name) for name in ("m.gguf", "again.gguf"))
+    for one, other in zip(first.tensors, second.tensors, strict=True):
+        assert (one.name, one.tensor_type, one.data.tobytes()) == (other.name, other.tensor_type, other.data.tobytes())
+    for key in ("llama.block_count", "llama.rope.freq_base", "tokenizer.ggml.pre", "tokenizer.ggml.merges"):
+        assert first.fields[key].contents() == second.fields[key].contents()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--type", "q9"], "--type q9 is not known"),
+        (["--type", "copy", "--pure"], "--type copy changes no type"),
+        (["--tensor-type", "q8_0"], "must be REGEX=TYPE"),
+        (["--output-type", "iq1_s"], "--output-type iq1_s is no type that is written"),
+        (["--split-max-size", "lots"], "A size must be a whole number"),
+        (["--imatrix", "none.dat"], "none.dat can't be read: No such file or directory"),
+        (["--pretokenizer", "qwen2", "-o", "no/where.gguf"], "no is no folder"),
+    ],
+)
+def test_what_can_not_be_done_is_said(
+    llmx: Callable[..., Result], model: Path, arguments: list[str], said: str, tmp_path: Path
+) -> None:
+    ran = llmx("convert-gguf", model, *arguments)
+    assert ran.exit_code == 2, ran.output
+    assert said in ran.stderr
+    assert not list(tmp_path.glob("*.gguf"))
