@@ -47,10 +47,13 @@ def keys(parameter: Any) -> list[str]:
 
 
 def variables(command: str, parameter: Any) -> Iterator[str]:
-    """The variables that set it, first come first served: the command's own, then those that all commands share."""
+    """The variables that set it, first come first served: the command's own, then those that all commands share (but
+    for names that something else reads: LLMX_PURE is the build's)."""
     for prefix in (f"{PREFIX}{command}_", PREFIX):
         for key in keys(parameter):
-            yield (prefix + key).replace("-", "_").upper()
+            name = (prefix + key).replace("-", "_").upper()
+            if name.removeprefix(PREFIX) not in READ_ELSEWHERE:
+                yield name
 
 
 def settable(command: Any) -> list[Any]:
