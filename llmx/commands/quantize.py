@@ -19,7 +19,10 @@ _OUTPUT = {"rich_help_panel": "Output"}
 
 
 def quantize(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A directory with config.json and safetensors.")],
+    model: Annotated[
+        str,
+        typer.Argument(metavar="MODEL", help="As in `llmx generate`: a directory, a .gguf file, a hub name, `demo`."),
+    ],
     awq: Annotated[bool, typer.Option("--awq", help="4 bits, by activation-aware scales.", **_HOW)] = False,
     gptq: Annotated[bool, typer.Option("--gptq", help="2 to 8 bits, errors made up for.", **_HOW)] = False,
     fp8: Annotated[bool, typer.Option("--fp8", help="8-bit floats.", **_HOW)] = False,

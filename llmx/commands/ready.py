@@ -69,8 +69,16 @@ def ticker() -> Iterator[Callable[[str], None]]:
         return
     from rich.console import Console
 
-    with Console(stderr=True).status("") as status:
-        yield lambda line: status.update(line)
+    console = Console(stderr=True)
+    with console.status("") as status:
+
+        def tell(line: str) -> None:
+            if line.startswith(("Note:", "warning:")):  # to be read later, too
+                console.print(line, markup=False, highlight=False)
+            else:
+                status.update(line)
+
+        yield tell
 
 
 def identity(name: str) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import torch
 
 from llmx.convert.folder import check_taken, put_in_place
 from llmx.convert.plain import FLOATS, Plain, bytes_of, plain_dtype
-from llmx.convert.texts import LIKE_ANY, tokenizer_texts
+from llmx.convert.texts import LIKE_ANY, tokenizer_texts, write_texts
 from llmx.errors import LlmxError, UsageError
 from llmx.formats.fields import Fields
 from llmx.formats.hub import Located
@@ -68,12 +68,6 @@ def as_hf(located: Located, dtype: torch.dtype | None) -> Files:
     return Files(made, texts, plain.left_out)
 
 
-def write_texts(texts: Mapping[str, str], folder: Path) -> None:
-    for name, text in texts.items():
-        (folder / name).parent.mkdir(exist_ok=True)
-        write_whole(folder / name, text)
-
-
 @dataclass(frozen=True)
 class Converted:
     """path: the folder, or that a dry run would make."""
@@ -124,9 +118,8 @@ def convert(
 
 
 def short_name(located: Located) -> str:
-    """What an output is named after: the last part of the name, without `.gguf`."""
-    last = Path(located.name.rstrip("/")).name if located.kind == "gguf" else Path(located.path).resolve().name
-    return last.removesuffix(".gguf").replace(":", "-")
+    """What an output is named after: the last part of the model's name, without `.gguf`."""
+    return Path(located.name.rstrip("/")).resolve().name.removesuffix(".gguf").replace(":", "-")
 
 
 def _write(files: Files, shards: Mapping[str, Sequence[str]], folder: Path, say: Say) -> None:

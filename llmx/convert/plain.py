@@ -17,6 +17,7 @@ from llmx.errors import LlmxError, UsageError
 from llmx.formats.checkpoint import WHOLE, Slices, Stored
 from llmx.models import Opened
 from llmx.schemes import find
+from llmx.schemes.base import row_axes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -72,8 +73,9 @@ class Plain:
 
     def read(self, name: str, slices: Slices = WHOLE) -> Tensor:
         entry = self._entries[name]
-        made = self._checkpoint.read(next(iter(entry.group.values())).name) if entry.same else self._make(entry)
-        for axis, (start, stop) in slices.items():
+        rows, others = slices.get(0), {axis: part for axis, part in slices.items() if axis}
+        made = self._read(entry, rows)
+        for axis, (start, stop) in others.items():
             made = made.narrow(axis, start, stop - start)
         self.bytes_read += made.numel() * made.element_size()
         return made.contiguous()
@@ -119,8 +121,21 @@ class Plain:
     def _stored(self, name: str, shape: tuple[int, ...]) -> Stored:
         return Stored(name, KINDS[self._dtype], shape, prod(shape) * self._dtype.itemsize)
 
-    def _make(self, entry: _Entry) -> Tensor:
-        tensors = {suffix: self._checkpoint.read(stored.name) for suffix, stored in entry.group.items()}
+    def _read(self, entry: _Entry, rows: tuple[int, int] | None) -> Tensor:
+        """rows: those that are wanted. Only they are unpacked where each lies by itself in the file."""
+        cut = {} if rows is None else {0: rows}
+        if entry.same:
+            return self._checkpoint.read(entry.stored.name, cut)
+        if rows is not None and entry.heads is None and len(entry.stored.shape) > 1:
+            scheme = find(entry.owner, entry.group, self._checkpoint.quantization)
+            if (axes := row_axes(scheme.axes(entry.group))) is not None:
+                return self._make(entry, {suffix: {axis: rows} for suffix, axis in axes.items()})
+        made = self._make(entry, {})
+        return made if rows is None else made[rows[0] : rows[1]]
+
+    def _make(self, entry: _Entry, cuts: Mapping[str, Slices]) -> Tensor:
+        """cuts: of the stored tensors, between rows."""
+        tensors = {s: self._checkpoint.read(stored.name, cuts.get(s, WHOLE)) for s, stored in entry.group.items()}
         if len(entry.stored.shape) == 1:
             ((stored, tensor),) = zip(entry.group.values(), tensors.values(), strict=True)
             if stored.kind not in FLOATS:
@@ -152,6 +167,17 @@ def dense_dtype(opened: Opened) -> torch.dtype:
     stored = [checkpoint.stored(name) for name in checkpoint.names() if name.endswith(".weight")]
     dense = [tensor for tensor in stored if tensor.kind in FLOATS]
     return FLOATS[max(dense, key=lambda tensor: tensor.nbytes).kind] if dense else torch.bfloat16
+
+
+def packing(opened: Opened) -> str | None:
+    """How linears are packed, by the name that people have for it; None if all tensors are plain numbers."""
+    stored = [opened.checkpoint.stored(name) for name in opened.checkpoint.names()]
+    packed = [tensor for tensor in stored if tensor.kind not in FLOATS and len(tensor.shape) > 1]
+    if not packed:
+        return None
+    if (quantization := opened.checkpoint.quantization) is not None:
+        return quantization.method
+    return max(packed, key=lambda tensor: sum(other.nbytes for other in packed if other.kind == tensor.kind)).kind
 
 
 def bytes_of(opened: Opened) -> int:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from llmx.report import write_whole
 from llmx.tokenizer import Tokenizer
 from llmx.tokenizer.library import to_library
 
@@ -33,3 +36,10 @@ def tokenizer_texts(tokenizer: Tokenizer, longest: int) -> dict[str, str]:
         texts |= {f"additional_chat_templates/{name}.jinja": other.source for name, other in template.named.items()}
     texts["tokenizer_config.json"] = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
     return texts
+
+
+def write_texts(texts: Mapping[str, str], folder: Path) -> None:
+    """Each whole or not at all, by names that may have a folder before them."""
+    for name, text in texts.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        write_whole(folder / name, text)

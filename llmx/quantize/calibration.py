@@ -12,8 +12,9 @@ from llmx.evals.dataset import fetch
 from llmx.evals.protocol import HF, Protocol
 from llmx.evals.scoring import Scorer
 from llmx.evals.text import bos_of, generate, sha256_of
+from llmx.formats.gguf import open_gguf
 from llmx.formats.hub import Located
-from llmx.tokenizer import Tokenizer, load_tokenizer
+from llmx.tokenizer import load_tokenizer
 
 Say = Callable[[str], None]
 
@@ -48,12 +49,18 @@ def read(name: str, located: Located, samples: int, length: int, say: Say) -> Ca
 
 def write(located: Located, name: str, samples: int, length: int, seed: int, say: Say) -> Calibration:
     """Drawn from the model itself, seeded: no network, no file. Kept in the cache for the next time."""
-    tokenizer: Tokenizer | None = load_tokenizer(located) if (located.path / "tokenizer.json").is_file() else None
+    tokenizer = load_tokenizer(located) if _has_tokenizer(located) else None
     config = EngineConfig(model=name)
     with Scorer(config, Protocol(HF, length)) as scorer:
         text = generate(scorer, config, located, tokenizer, samples, seed, say)
     texts = [text.tokens[low : low + length] for low in range(0, len(text.tokens), length)]
     return _calibration(texts, samples, dict(text.about), say)
+
+
+def _has_tokenizer(located: Located) -> bool:
+    if located.kind == "gguf":
+        return "tokenizer.ggml.model" in open_gguf(located.path).metadata
+    return any((located.path / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))
 
 
 def _calibration(texts: Sequence[Sequence[int]], samples: int, about: dict[str, Any], say: Say) -> Calibration:

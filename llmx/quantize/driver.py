@@ -17,10 +17,13 @@ import torch
 from torch import Tensor
 
 from llmx import __version__
+from llmx.convert.hf import as_hf, short_name
+from llmx.convert.plain import Plain, bytes_of, dense_dtype, packing
 from llmx.errors import LlmxError, UsageError
 from llmx.formats import quantization
 from llmx.formats.checkpoint import PLAIN, MappedCheckpoint
 from llmx.formats.fields import Fields
+from llmx.formats.gguf import open_gguf
 from llmx.formats.hub import Located
 from llmx.models import Opened, open_model
 from llmx.quantize import forms
@@ -40,12 +43,20 @@ Texts = Sequence[Sequence[int]]
 
 @dataclass(frozen=True)
 class Source:
-    """A model's checked files, and its blocks' linears. head: None where it is tied to the embedding."""
+    """A model's checked files, and its blocks' linears.
+
+    opened: tensors by transformers' names, all plain numbers. units: by block. packed: how the files have what is
+    unpacked here, if they do. bytes: of the tensors as the files have them. texts: what stands beside the weights of a
+    model that is no folder, by name. head: None where it is tied to the embedding.
+    """
 
     located: Located
     opened: Opened
-    units: tuple[tuple[Unit, ...], ...]  # by block
+    units: tuple[tuple[Unit, ...], ...]
     dtype: torch.dtype
+    packed: str | None
+    bytes: int
+    texts: Mapping[str, str] | None = None
     head: Unit | None = None
 
     @property
@@ -66,24 +77,20 @@ class Source:
 
 
 def open_source(located: Located) -> Source:
-    """UsageError for what can't be quantized yet."""
-    if located.kind != "hf":
-        raise UsageError(
-            f"{located.name} is a GGUF file; this version quantizes Hugging Face folders only.",
-            hint="quantize the model that the GGUF file was made from",
-        )
-    opened = open_model(located)
-    model, _ = build(opened, 1)
-    (head,) = model.output.units
+    """Any model that llmx reads. UsageError for a GGUF file that has something which transformers' model hasn't."""
+    stored = opened = open_model(located)
+    texts, packed = None, packing(stored)
+    if located.kind == "gguf":
+        files = as_hf(located, None)
+        opened, texts = files.opened, files.texts
+    elif packed is not None:
+        opened = replace(stored, checkpoint=Plain(stored, dense_dtype(stored)))
+    model, weights = build(opened, 1)
     units = tuple(tuple(unit for lazy in linears(block) for unit in lazy.units) for block in model.layers)
-    first = SourceWeights(opened)
-    packed = [unit.name for block in units for unit in block if first.stored_as(unit) is None]
-    if packed:
-        raise UsageError(f"{located.name} is quantized already: {packed[0]} and {len(packed) - 1} more are packed.")
-    kind = first.stored_as(units[0][0])
-    assert kind is not None
-    dtype = getattr(torch, PLAIN[kind][1])
-    return Source(located, opened, units, dtype, None if opened.config.tied or first.is_tied(head) else head)
+    dtype = getattr(torch, PLAIN[weights.kind_of(units[0][0])][1])
+    (head,) = model.output.units
+    own = None if opened.config.tied or weights.is_tied(head) else head
+    return Source(located, opened, units, dtype, packed, bytes_of(stored), texts, own)
 
 
 def quantization_config(source: Source, options: Options) -> dict[str, Any]:
@@ -252,13 +259,12 @@ class Run:
     @torch.inference_mode()
     def finish(self) -> dict[str, Any]:
         """Config and tokenizer files, the check. Returns what the report says of the files."""
-        checkpoint = self.source.opened.checkpoint
         total = self.output.write_index()
-        self.output.write_config(self.source.located.path, quantization_config(self.source, self.options))
+        config = quantization_config(self.source, self.options)
+        self.output.write_config(self.source.texts or self.source.located.path, config)
         checked, head = self._check()
         self.output.finish()
-        source = sum(checkpoint.stored(name).nbytes for name in checkpoint.names())
-        return {"bytes": total, "source_bytes": source, "block_errors": checked, "head_error": head}
+        return {"bytes": total, "source_bytes": self.source.bytes, "block_errors": checked, "head_error": head}
 
     def _check(self) -> tuple[list[float], float | None]:
         """Reopen all shards: shapes, dtypes, finiteness; each block's outputs against the source's, from its inputs.
@@ -356,7 +362,8 @@ def fingerprint(source: Source, options: Options, texts: Texts, seed: int) -> di
     """All that the bytes of a run depend on."""
     import hashlib
 
-    files = sorted(p for p in source.located.path.iterdir() if p.is_file())
+    path = source.located.path
+    files = sorted(p for p in path.iterdir() if p.is_file()) if path.is_dir() else open_gguf(path).files()
     tokens = hashlib.sha256(repr([list(text) for text in texts]).encode()).hexdigest()
     return {
         "version": __version__, "options": asdict(options), "tokens": tokens, "seed": seed,
@@ -365,6 +372,6 @@ def fingerprint(source: Source, options: Options, texts: Texts, seed: int) -> di
     }  # fmt: skip
 
 
-def default_path(name: str, options: Options) -> Path:
+def default_path(located: Located, options: Options) -> Path:
     """`./NAME-awq-w4g128`"""
-    return Path(f"{Path(name.rstrip('/')).resolve().name}-{options.label}")
+    return Path(f"{short_name(located)}-{options.label}")

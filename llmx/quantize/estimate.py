@@ -26,7 +26,7 @@ def estimate(source: Source, options: Options, tokens: int) -> dict[str, Any]:
     if options.grids:
         memory += 4 * (hessians + 2 * max((u.n_out * u.n_in for u in source.every), default=0))
     return {
-        "linears": len(mine), "weights": weights, "source_bytes": before,
+        "linears": len(mine), "weights": weights, "source_bytes": source.bytes,
         "bytes": before - weights * source.dtype.itemsize + packed,
         "bits_per_weight": 8 * packed / max(1, weights), "memory_bytes": memory,
         "seconds": _seconds(source, options, calibrated),

@@ -11,6 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
+from llmx.convert.folder import check_taken, put_in_place
+from llmx.convert.texts import write_texts
 from llmx.errors import UsageError
 from llmx.formats.checkpoint import MappedCheckpoint
 from llmx.formats.safetensors import open_shard, write_shard
@@ -86,13 +88,19 @@ class Output:
         write_whole(self.folder / "model.safetensors.index.json", json.dumps(whole, indent=2) + "\n")
         return total
 
-    def write_config(self, source: Path, quantization: Mapping[str, Any]) -> None:
-        """Every file of the source folder but weights, byte for byte; config.json with `quantization_config`."""
-        for path in sorted(source.iterdir()):
-            named = path.name.endswith(".index.json") or path.name in REPLACED or path.name.startswith(".")
-            if path.is_file() and not named and path.suffix not in WEIGHTS and path.stat().st_size <= COPY_LIMIT:
-                _copy(path, self.folder / path.name)
-        data = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    def write_config(self, source: Path | Mapping[str, str], quantization: Mapping[str, Any]) -> None:
+        """Every file of the source folder but weights, byte for byte, or texts by name; config.json with
+        `quantization_config`, in place of the one that a quantized source has."""
+        if isinstance(source, Path):
+            for path in sorted(source.iterdir()):
+                named = path.name.endswith(".index.json") or path.name in REPLACED or path.name.startswith(".")
+                if path.is_file() and not named and path.suffix not in WEIGHTS and path.stat().st_size <= COPY_LIMIT:
+                    _copy(path, self.folder / path.name)
+            data = json.loads((source / "config.json").read_text(encoding="utf-8"))
+        else:
+            write_texts({name: text for name, text in source.items() if name != "config.json"}, self.folder)
+            data = json.loads(source["config.json"])
+        data.pop("compression_config", None)  # the first name of compressed-tensors' quantization_config
         data["quantization_config"] = dict(quantization)
         write_whole(self.folder / "config.json", json.dumps(data, indent=2, ensure_ascii=False) + "\n")
         if quantization["quant_method"] == "gptq":  # what older loaders read
@@ -100,36 +108,22 @@ class Output:
 
     def finish(self) -> None:
         """Under its final name, in place of what was there."""
-        _check_taken(self.path, self._force)
-        old = self.path.with_name(f".{self.path.name}.{os.getpid()}.old")
-        if self.path.exists():
-            self.path.rename(old)
+        check_taken(self.path, self._force)
         shutil.rmtree(self._aside, ignore_errors=True)
         (self.folder / STATE).rename(self._aside)  # at once, and out of the folder: what is renamed next is whole
-        self.folder.rename(self.path)
+        put_in_place(self.folder, self.path, self._force)
         shutil.rmtree(self._aside, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)
-        _sync(self.path.parent)
 
 
 def check_free(path: Path, *, resume: bool, force: bool) -> None:
     """UsageError if `path` is taken, or an unfinished run for it is there, unless asked to go on or to begin anew."""
-    _check_taken(path, force)
+    check_taken(path, force)
     folder = path.with_name(path.name + ".partial")
     if folder.exists() and not resume and not force:
         raise UsageError(
             f"{folder} is there: an earlier run did not finish.",
             hint="--resume goes on with it, --force begins anew",
         )
-
-
-def _check_taken(path: Path, force: bool) -> None:
-    if not path.exists():
-        return
-    if not force:
-        raise UsageError(f"{path} is there already.", hint="choose another name with -o, or replace it with --force")
-    if not path.is_dir() or (any(path.iterdir()) and not (path / "config.json").is_file()):
-        raise UsageError(f"{path} is no model's folder; --force does not replace it.")
 
 
 def _differing(state: Path, fingerprint: Mapping[str, Any]) -> str:
@@ -148,11 +142,3 @@ def _copy(source: Path, target: Path) -> None:
         temporary.replace(target)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

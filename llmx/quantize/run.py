@@ -68,13 +68,22 @@ def quantize(name: str, located: Located, wanted: Wanted, say: Say) -> Made:
     """UsageError before anything long if it can't be done."""
     began = time.monotonic()
     source = open_source(located)
+    if source.packed is not None:
+        say(
+            f"Note: {name} is quantized already ({source.packed}): what that lost stays lost, and its rounding is now "
+            "rounded again; from the model as it was before, the same bits lose less."
+        )
     options = settled(source, wanted, say)
-    path = wanted.out or default_path(name, options)
+    path = wanted.out or default_path(located, options)
     longest = source.opened.config.max_position
     if wanted.length > longest:
         raise UsageError(f"--seq-len {wanted.length} is more than the {longest} positions that {name} has.")
-    facts = {"options": asdict(options), "estimate": estimate(source, options, wanted.samples * wanted.length)}
-    facts["vllm_ranks"] = vllm_ranks(source, options)
+    facts = {
+        "options": asdict(options),
+        "source_packed": source.packed,
+        "estimate": estimate(source, options, wanted.samples * wanted.length),
+        "vllm_ranks": vllm_ranks(source, options),
+    }
     if wanted.dry_run:
         return Made(path, facts)
     check_free(path, resume=wanted.resume, force=wanted.force)

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from llmx.kernels import Kernels
+from llmx.layers.embedding import Embedding
 from llmx.layers.linear import Linear
 from llmx.layers.weights import Part
 from llmx.loading import CheckpointWeights, Shard
@@ -83,6 +84,24 @@ class Lazy(Linear):
         self.matrix = self.bias = self.watch = None
 
 
+class LateEmbedding:
+    """An embedding that is read when it is used, the first time and after each `drop`: it may have to be unpacked."""
+
+    dtype = torch.float32
+
+    def __init__(self, read: Callable[[], Embedding]) -> None:
+        self._read = read
+        self._made: Embedding | None = None
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        if self._made is None:
+            self._made = self._read()
+        return self._made(ids)
+
+    def drop(self) -> None:
+        self._made = None
+
+
 class SourceWeights(CheckpointWeights):
     """Weights whose linears are `Lazy`. `vectors`: those asked for, and their sizes; `replaced` takes the place of
     stored ones."""
@@ -90,7 +109,6 @@ class SourceWeights(CheckpointWeights):
     def __init__(self, opened: Opened, replaced: Mapping[str, Tensor] | None = None) -> None:
         super().__init__(opened.checkpoint, opened.names, Shard(), torch.float32, CPU, Kernels("cpu"))
         self.vectors: dict[str, int] = {}
-        self.vocabulary: dict[str, tuple[int, int]] = {}
         self._replaced = replaced or {}
 
     def column(self, parts: Sequence[Part], n_in: int) -> Linear:
@@ -106,12 +124,17 @@ class SourceWeights(CheckpointWeights):
         return self._replaced.get(name, found)
 
     def embedding(self, name: str, vocab: int, hidden: int) -> Any:
-        self.vocabulary[name] = (vocab, hidden)
-        return super().embedding(name, vocab, hidden)
+        if not self._has(name):
+            raise self._missing(self._names.stored(name, "weight"))
+
+        def read() -> Embedding:
+            made = super(SourceWeights, self).embedding(name, vocab, hidden)
+            self._vocabulary.pop(name)  # nobody else is to hold it
+            return made
+
+        return LateEmbedding(read)
 
     def head(self, name: str, vocab: int, hidden: int, tied_to: str | None) -> Linear:
-        if tied_to is None:
-            self.vocabulary[name] = (vocab, hidden)
         return Lazy([Unit(name, vocab, hidden)])
 
     def read(self, unit: Unit) -> tuple[Tensor, Tensor | None]:
@@ -131,11 +154,9 @@ class SourceWeights(CheckpointWeights):
         piece = self._piece(unit.name, spans)
         return piece.scheme.unpack(piece.tensors, torch.float32)
 
-    def stored_as(self, unit: Unit) -> str | None:
-        """The plain kind of a unit's weight; None if it is packed."""
-        group = self._group(unit.name)
-        kind = group["weight"].kind if "weight" in group else None
-        return kind if kind in ("F32", "F16", "BF16") and set(group) <= {"weight", "bias"} else None
+    def kind_of(self, unit: Unit) -> str:
+        """What numbers a unit's weight is stored in."""
+        return self._group(unit.name)["weight"].kind
 
 
 def build(opened: Opened, length: int, replaced: Mapping[str, Tensor] | None = None) -> tuple[Any, SourceWeights]:

@@ -78,6 +78,7 @@ class States:
         blocks = 1 + max(sum(-(-n // SIZE) for n in batch.lengths) for batch in self._batches)
         self._cache = _scratch(self._specs, blocks)
         self.hidden = [model.embed(batch.tokens) for batch in self._batches]
+        model.embedding.drop()
         self.tokens = sum(len(batch.tokens) for batch in self._batches)
 
     def run(self, model: Any, index: int, *, keep: bool, limit: int | None = None) -> list[Tensor]:

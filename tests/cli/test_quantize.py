@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
+from tiny_gguf import write_gguf
 from tiny_models import every_tiny, make
-from tokenizer_samples import byte_level, save
+from tokenizer_samples import byte_level, gguf_metadata, save
 from typer.testing import CliRunner, Result
 
 from llmx.cli import app
@@ -143,7 +145,25 @@ def test_what_can_not_be_is_refused_at_once(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_gguf_file_is_refused_in_a_sentence(llmx: Callable[..., Result], demo: Path) -> None:
-    ran = llmx(demo, "--awq")
-    assert ran.exit_code == 2
-    assert "is a GGUF file" in ran.stderr
+def test_a_gguf_file_is_quantized_again_and_runs(
+    llmx: Callable[..., Result], model: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    size = len(byte_level().get_vocab())
+    config = json.loads((model / "config.json").read_text()) | {"vocab_size": size}
+    path = tmp_path_factory.mktemp("file") / "little.Q8_0.gguf"
+    tensors = safetensors.torch.load_file(model / "model.safetensors")
+    tensors = {n: t[:size].clone() if "embed" in n or "lm_head" in n else t for n, t in tensors.items()}
+    write_gguf(path, "LlamaForCausalLM", "llama", config, tensors, gguf_metadata(byte_level()), kind="Q8_0")
+    ran = llmx(path, "--int8", *LITTLE, "--json", "report.json")
+    assert ran.exit_code == 0, ran.output
+    assert "is quantized already (Q8_0)" in ran.stderr
+    assert ran.stdout.splitlines()[-1] == "little.Q8_0-int8"
+    results = json.loads((tmp_path / "report.json").read_text())["results"]
+    assert results["calibration"]["source"] == "generated"
+    assert results["source_bytes"] < path.stat().st_size
+    again = llmx("little.Q8_0-int8", "--awq", *LITTLE)
+    assert again.exit_code == 0, again.output
+    assert "is quantized already (compressed-tensors)" in again.stderr
+    folder = again.stdout.splitlines()[-1]
+    said = RUNNER.invoke(app, ["generate", "-m", folder, "--raw", "--temperature", "0", "--max-tokens", "4", "Hello"])
+    assert said.exit_code == 0, said.output

@@ -36,9 +36,8 @@ from tiny_models import (
 from tokenizer_samples import TORTURE
 from torch import Tensor
 
-from llmx.convert import hf
 from llmx.convert.hf import convert
-from llmx.convert.texts import LIKE_ANY, tokenizer_texts
+from llmx.convert.texts import LIKE_ANY, tokenizer_texts, write_texts
 from llmx.errors import LlmxError, UsageError
 from llmx.formats.hub import Located
 from llmx.tokenizer import Tokenizer, load_tokenizer
@@ -258,7 +257,7 @@ def test_ids_of_file_and_folder_and_transformers_agree(kind: str, tmp_path: Path
     metadata = KINDS[kind]
     template = "{% for m in messages %}{{ bos_token }}{{ m.content }}{% endfor %}"
     tokenizer = load_tokenizer("model.gguf", metadata | {"tokenizer.chat_template": template})
-    hf.write_texts(tokenizer_texts(tokenizer, 512), tmp_path)
+    write_texts(tokenizer_texts(tokenizer, 512), tmp_path)
     config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "eos_token_id": min(tokenizer.eos_ids)}
     (tmp_path / "config.json").write_text(json.dumps(config))
     written, auto = load_tokenizer(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
@@ -304,7 +303,7 @@ def test_added_tokens_that_merging_makes_too_and_the_gap_in_scores_stay_as_in_th
             "tokenizer.ggml.token_type": [2, 3, 3] + [6] * 256 + [1] * len(words),
         }
         tokenizer = load_tokenizer("model.gguf", metadata)
-        hf.write_texts(tokenizer_texts(tokenizer, 512), tmp_path)
+        write_texts(tokenizer_texts(tokenizer, 512), tmp_path)
         written = load_tokenizer(tmp_path)
         agree = [
             tokenizer.encode(text) == written.encode(text)
@@ -315,7 +314,7 @@ def test_added_tokens_that_merging_makes_too_and_the_gap_in_scores_stay_as_in_th
 
 def test_the_demo_model_keeps_its_ids_and_files(demo: Path, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(demo)
-    hf.write_texts(tokenizer_texts(tokenizer, 8192), tmp_path)
+    write_texts(tokenizer_texts(tokenizer, 8192), tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     auto = transformers.AutoTokenizer.from_pretrained(tmp_path)
     for text in TEXTS:

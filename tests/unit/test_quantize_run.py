@@ -1,6 +1,5 @@
 """Whole models through the quantizer: against transformers, against interruption, and against a planted fault."""
 
-import hashlib
 import json
 import os
 import shutil
@@ -9,8 +8,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,22 +15,19 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
-from tiny_models import Saved, Tiny, distance, every_tiny, load, logits_of, make, open_folder, prompt_of
+from quantizing import LLAMA, TINIES, begin, effective, effective_in, loss, texts_of, tree, whole
+from tiny_models import Saved, Tiny, distance, load, logits_of, make, open_folder, prompt_of
 from tiny_models import run as run_model
 from torch import Tensor
 
 from llmx.errors import LlmxError, UsageError
 from llmx.formats.hub import Located
 from llmx.formats.safetensors import open_safetensors, write_shard
-from llmx.quantize import forms, output
-from llmx.quantize.driver import Run, fingerprint, open_source
-from llmx.quantize.options import Options, choose, group_for
-from llmx.quantize.output import Output
+from llmx.quantize import output
+from llmx.quantize.driver import open_source
+from llmx.quantize.options import choose, group_for
 from llmx.quantize.source import build, linears
 from llmx.quantize.states import States, Stats
-
-TINIES = {tiny.name: tiny for tiny in every_tiny()}
-LLAMA = "Llama-0"
 
 
 @pytest.fixture(scope="module")
@@ -54,69 +48,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-def texts_of(vocab: int) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(3)
-    return [torch.randint(3, vocab, (n,), generator=generator).tolist() for n in (60, 40, 60, 17, 60, 60)]
-
-
-def begin(
-    folder: Path, out: Path, options: Options, *, resume: bool = False, force: bool = False, group: int | None = 32
-) -> Run:
-    source = open_source(Located("hf", folder, folder.name, False))
-    if options.grids:
-        mine = [(unit.name, unit.n_in) for unit in source.mine(options)]
-        options = replace(options, group=group_for(group, mine))
-    texts = texts_of(source.opened.config.vocab)
-    mark = fingerprint(source, options, texts, 0)
-    into = Output(out, len(source.units), mark, resume=resume, force=force)
-    return Run(source, options, texts, into, lambda line: None)
-
-
-def whole(folder: Path, out: Path, options: Options, **more: Any) -> Run:
-    run = begin(folder, out, options, **more)
-    run.quantize()
-    run.finish()
-    return run
-
-
-def effective(run: Run, out: Path) -> dict[str, Tensor]:
-    """The result's tensors as transformers names them, linears unpacked."""
-    checkpoint = open_safetensors(out)
-    units = {unit.name for unit in run.source.mine(run.options)}
-    found, packed = {}, dict[str, dict[str, Tensor]]()
-    for name in checkpoint.names():
-        owner, _, suffix = name.rpartition(".")
-        if owner in units and suffix != "bias" and not run.options.ignores(owner):
-            packed.setdefault(owner, {})[suffix] = checkpoint.read(name)
-        else:
-            found[name] = checkpoint.read(name)
-    return found | {f"{owner}.weight": forms.unpack(tensors, run.options) for owner, tensors in packed.items()}
-
-
-@contextmanager
-def effective_in(run: Run, out: Path, saved: Saved) -> Iterator[None]:
-    """The result's weights in transformers' model, for a while."""
-    before = {name: p.detach().clone() for name, p in saved.model.named_parameters()}
-    try:
-        with torch.no_grad():
-            made = effective(run, out)
-            for name, parameter in saved.model.named_parameters():
-                parameter.copy_(made[name])
-        yield
-    finally:
-        with torch.no_grad():
-            for name, parameter in saved.model.named_parameters():
-                parameter.copy_(before[name])
-
-
-def loss(run: Run, out: Path, saved: Saved) -> float:
-    """Root mean square distance of the result's logits by transformers from the source's, in standard deviations."""
-    prompt = prompt_of(saved.config["vocab_size"], 80)
-    wanted = logits_of(saved.model, prompt)
-    with effective_in(run, out, saved):
-        return float((logits_of(saved.model, prompt) - wanted).square().mean().sqrt() / wanted.std())
 
 
 @pytest.mark.parametrize("tiny", TINIES.values(), ids=TINIES.keys())
@@ -205,14 +136,6 @@ def test_stats_are_sums_over_all_inputs() -> None:
     assert torch.equal(stats.sample, x[:512])
 
 
-def tree(folder: Path) -> str:
-    """A hash of all names and bytes in a folder."""
-    total = hashlib.sha256()
-    for path in sorted(folder.rglob("*")):
-        total.update(str(path.relative_to(folder)).encode() + b"\0" + path.read_bytes())
-    return total.hexdigest()
-
-
 class Cut(Exception):
     """The process is gone."""
 
@@ -290,16 +213,17 @@ def test_a_process_that_is_killed_is_resumed_without_doing_its_blocks_again(
     code = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"
         "from pathlib import Path\n"
-        "import test_quantize_run as t\n"
+        "import quantizing as t\n"
+        "from llmx.quantize.options import choose\n"
         "t.torch.set_num_threads(1)\n"
-        "run = t.begin(Path(sys.argv[2]), Path(sys.argv[3]), t.choose('gptq'), resume=sys.argv[4] == 'resume')\n"
+        "run = t.begin(Path(sys.argv[2]), Path(sys.argv[3]), choose('gptq'), resume=sys.argv[4] == 'resume')\n"
         "run.quantize(); run.finish(); print(run.resumed)\n"
     )
     paths = os.pathsep.join([str(Path(__file__).parent.parent), *sys.path])
     environment = {**os.environ, "PYTHONPATH": paths}
 
     def start(out: Path, how: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", code, str(Path(__file__).parent), str(folder), str(out), how]
+        command = [sys.executable, "-c", code, str(Path(__file__).parent.parent), str(folder), str(out), how]
         return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
 
     first = start(tmp_path / "wanted", "new")
