@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import json as jsonlib
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from llmx.commands import options as o
-from llmx.commands.ready import identity, progress, ready
+from llmx.commands.ready import identity, progress, ready, ticker
 from llmx.errors import UsageError
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from llmx.formats.hub import Located
+
 _TYPES = {"rich_help_panel": "Types"}
+_IMPORTANCE = {"rich_help_panel": "Importance"}
 _OUTPUT = {"rich_help_panel": "Output"}
 
 
@@ -45,7 +52,16 @@ def convert_gguf(
         bool, typer.Option("--no-fallback", help="Rows that are no whole blocks of a type are an error.", **_TYPES)
     ] = False,
     imatrix: Annotated[
-        Path | None, typer.Option("--imatrix", metavar="FILE", help="Importance, as llama-imatrix writes it.", **_TYPES)
+        Path | None, typer.Option("--imatrix", metavar="FILE", help="As llama-imatrix writes it.", **_IMPORTANCE)
+    ] = None,
+    calib: Annotated[
+        str | None,
+        typer.Option(help="Text to collect it with: a file here, or hf:ORG/NAME/FILE.", **_IMPORTANCE),
+    ] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Texts of --calib.", **_IMPORTANCE)] = 64,
+    seq_len: Annotated[int, typer.Option("--seq-len", min=2, help="Tokens in each.", **_IMPORTANCE)] = 512,
+    save_imatrix: Annotated[
+        Path | None, typer.Option("--save-imatrix", metavar="FILE", help="Keep what --calib gave.", **_IMPORTANCE)
     ] = None,
     pretokenizer: Annotated[
         str | None,
@@ -57,6 +73,9 @@ def convert_gguf(
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say types and sizes only.", **_OUTPUT)] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace what is there.", **_OUTPUT)] = False,
+    measure: Annotated[
+        bool, typer.Option("--eval", help="Then compare with MODEL: perplexity, KL divergence.", **_OUTPUT)
+    ] = False,
     json: Annotated[
         Path | None, typer.Option("--json", metavar="PATH", help="Write the report there; -: stdout.", **_OUTPUT)
     ] = None,
@@ -70,13 +89,17 @@ def convert_gguf(
     mixture = type_.lower()
     if mixture != "copy" and mixture not in MIXTURES:
         raise UsageError(f"--type {type_[:40]} is not known; there are {', '.join(MIXTURES)} and copy.")
+    if imatrix and calib:
+        raise UsageError("--imatrix and --calib both say what is important; give one.")
+    if save_imatrix and not calib:
+        raise UsageError("--save-imatrix keeps what --calib collects, which is not given.")
     asked = Asked(
-        mixture, pure=pure, fallback=not no_fallback, importance=imatrix is not None,
+        mixture, pure=pure, fallback=not no_fallback, importance=bool(imatrix or calib),
         overrides=[parse_override(text) for text in tensor_type or ()],
         output=None if output_type is None else parse_type(output_type, "--output-type"),
         embedding=None if embedding_type is None else parse_type(embedding_type, "--embedding-type"),
     )  # fmt: skip
-    if mixture == "copy" and (asked.overrides or asked.output or asked.embedding or pure or imatrix):
+    if mixture == "copy" and (asked.overrides or asked.output or asked.embedding or pure or asked.importance):
         raise UsageError("--type copy changes no type, so the other options about types don't go with it.")
     most = None if split_max_size is None else parse_size(split_max_size)
     o.writable(None if json == Path("-") else json)
@@ -94,8 +117,12 @@ def convert_gguf(
     located = locate(model)
     path = output or Path(f"{short_name(located)}-{mixture}.gguf")
     wanted = Wanted(asked, path, most, pretokenizer, imatrix, force=force, dry_run=dry_run)
+    if calib and not dry_run:
+        wanted = replace(wanted, importance=_collect(located, calib, samples, seq_len, save_imatrix))
     with progress(f"writing {path.name}") as tell:
         results = convert(located, wanted, tell, lambda line: typer.echo(line, err=True))
+    if measure and not dry_run:
+        results["eval"] = _measure(model, results["paths"][0])
     report = Report(
         "convert-gguf", results, model={"name": model, **known}, definitions=DEFINITIONS | weights.DEFINITIONS,
         started=started,
@@ -109,3 +136,27 @@ def convert_gguf(
     if not dry_run and json != Path("-"):
         for written in results["paths"]:
             typer.echo(written)
+
+
+def _collect(located: Located, calib: str, samples: int, length: int, keep: Path | None) -> dict[str, Tensor]:
+    """Importance from a text, read by the model itself."""
+    from llmx.convert.gguf_collect import as_importance, collect
+    from llmx.convert.gguf_importance import write_importance
+    from llmx.quantize.calibration import read
+
+    with ticker() as say:
+        texts = read(calib, located, samples, length, say)
+        sums = collect(located, texts.texts, say)
+    if keep is not None:
+        write_importance(keep, sums, length, calib)
+    return as_importance(sums)
+
+
+def _measure(model: str, path: str) -> dict[str, Any]:
+    """The file beside what it was made from."""
+    from llmx.formats.hub import locate
+    from llmx.models import open_model
+    from llmx.quantize.run import measure
+
+    with ticker() as say:
+        return measure(model, Path(path), 0, open_model(locate(path)).config.max_position, say)

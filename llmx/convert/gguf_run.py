@@ -229,6 +229,11 @@ def lines(results: Mapping[str, Any], every: bool) -> list[str]:
         f"{results['bits_per_weight']:.2f} bits per weight, {results['bytes'] / 1e6:,.1f} MB "
         f"(source {results['source_bytes'] / 1e6:,.1f} MB)"
     )
+    if found := results.get("eval"):
+        said.append(
+            f"perplexity {found['perplexity']['mean']:.2f} ({found['reference_perplexity']['mean']:.2f} before), "
+            f"KL divergence {found['kld']['mean']:.4f}, same likeliest token {found['same_top']['share']:.1%}"
+        )
     if seconds := results.get("seconds"):
         said.append(f"{seconds:.1f} s, {results['source_bytes'] / 1e6 / seconds:,.0f} MB/s of the source")
     return said

@@ -88,6 +88,23 @@ def test_a_quantised_folder_is_unpacked_and_written(llmx: Callable[..., Result],
         assert first.fields[key].contents() == second.fields[key].contents()
 
 
+def test_importance_from_a_text_is_used_kept_and_compared(
+    llmx: Callable[..., Result], model: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "text.txt").write_text("Hello world, it's 12345 o'clock and they'LL be here. " * 20)
+    common = ("--type", "q4_0", "--seq-len", "32", "--samples", "4")
+    ran = llmx(
+        "convert-gguf", model, *common, "--calib", "text.txt", "--save-imatrix", "i.gguf", "-o", "a.gguf", "--eval"
+    )
+    assert ran.exit_code == 0, ran.output
+    assert "KL divergence" in ran.stderr
+    kept = llmx("convert-gguf", model, "--type", "q4_0", "--imatrix", "i.gguf", "-o", "b.gguf")
+    assert kept.exit_code == 0, kept.output
+    assert (tmp_path / "a.gguf").read_bytes() == (tmp_path / "b.gguf").read_bytes()
+    assert llmx("convert-gguf", model, "--type", "q4_0", "-o", "c.gguf").exit_code == 0
+    assert (tmp_path / "a.gguf").read_bytes() != (tmp_path / "c.gguf").read_bytes()
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -96,6 +113,8 @@ def test_a_quantised_folder_is_unpacked_and_written(llmx: Callable[..., Result],
         (["--tensor-type", "q8_0"], "must be REGEX=TYPE"),
         (["--output-type", "iq1_s"], "--output-type iq1_s is no type that is written"),
         (["--split-max-size", "lots"], "A size must be a whole number"),
+        (["--imatrix", "a", "--calib", "b"], "--imatrix and --calib both say"),
+        (["--save-imatrix", "a"], "--save-imatrix keeps what --calib collects"),
         (["--imatrix", "none.dat"], "none.dat can't be read: No such file or directory"),
         (["--pretokenizer", "qwen2", "-o", "no/where.gguf"], "no is no folder"),
     ],

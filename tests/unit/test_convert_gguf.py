@@ -18,6 +18,7 @@ import tokenizers
 import torch
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from llmx.convert.gguf_collect import as_importance, collect
 from llmx.convert.gguf_importance import read_importance, write_importance
 from llmx.convert.gguf_run import Wanted, convert
 from llmx.convert.gguf_types import Asked, Sizes, choose, parse_override, parse_type
@@ -27,7 +28,7 @@ from llmx.formats.hub import Located
 from llmx.kernels import Kernels
 from llmx.layers.rope import frequencies
 from tests.data.make_gguf_mixtures import MODELS
-from tests.tiny_models import Tiny, build, distance, every_tiny, load, open_folder, open_gguf_file, run, save
+from tests.tiny_models import Tiny, build, distance, every_tiny, load, logits_of, open_folder, open_gguf_file, run, save
 
 STORED = json.loads((Path(__file__).parents[1] / "data" / "gguf_mixtures.json").read_text())
 TOKENS = tuple(range(3, 43))
@@ -302,3 +303,32 @@ def test_importance_is_read_and_used_as_it_was_written(llama: Path, tmp_path: Pa
     write_importance(tmp_path / "i.gguf", {"blk.0.ffn_down.weight": (torch.ones(96), 1)}, 64, "text")
     with pytest.raises(UsageError, match="has 96 numbers, its inputs are 512"):
         converted(llama, tmp_path / "n.gguf", "q4_k_s", imatrix=tmp_path / "i.gguf")
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Phi3ForCausalLM"])
+def test_importance_is_what_transformers_sees_come_into_its_linears(architecture: str, tmp_path: Path) -> None:
+    tiny = next(tiny for tiny in every_tiny() if tiny.architecture == architecture)
+    folder = folder_of(tmp_path / "model", architecture, dict(tiny.options))
+    texts = [list(TOKENS), [5, 3, 9, 9]]
+    sums = collect(Located("hf", folder, "model"), texts, SAYS.append)
+    model = build(tiny.oracle, json.loads((folder / "config.json").read_text()))
+    wanted: dict[str, torch.Tensor] = {}
+
+    def watch(name: str) -> Any:
+        def hook(_: Any, arguments: tuple[torch.Tensor]) -> None:
+            wanted[name] = wanted.get(name, 0) + arguments[0].flatten(0, -2).square().sum(0)
+
+        return hook
+
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and name != "lm_head":
+            module.register_forward_pre_hook(watch(name))
+    for text in texts:
+        logits_of(model, text)
+    table = gguf.get_tensor_name_map(gguf.MODEL_ARCH[tiny.family.GGUF_ARCHITECTURES[0].upper()], 3)
+    named = {f"{table.get_name(name)}.weight": total for name, total in wanted.items()}
+    assert set(sums) == set(named)
+    for name, (total, count) in sums.items():
+        assert count == sum(map(len, texts))
+        assert torch.allclose(total, named[name], rtol=1e-4), name
+    assert as_importance(sums)["blk.0.ffn_down.weight"].shape == (1, 96)
