@@ -60,6 +60,17 @@ def quantize(
             **_HOW,
         ),
     ] = None,
+    backend: Annotated[
+        str | None,
+        typer.Option("--backend", help="Have autoawq or auto-gptq do it (CUDA only).", show_default="llmx", **_HOW),
+    ] = None,
+    backend_venv: Annotated[
+        Path | None,
+        typer.Option("--backend-venv", metavar="DIR", help="An environment that has it.", **_HOW),
+    ] = None,
+    create_backend_venv: Annotated[
+        bool, typer.Option("--create-backend-venv", help="Make that environment, with pinned versions.", **_HOW)
+    ] = False,
     strict: Annotated[bool, typer.Option("--strict", help="A layer that falls back is an error.", **_HOW)] = False,
     calib: Annotated[
         str | None,
@@ -95,7 +106,15 @@ def quantize(
         ignore=ignore, strict=strict, head=quantize_lm_head,
     )  # fmt: skip
     group = parse_group(group_size)
+    if backend is None and (backend_venv is not None or create_backend_venv):
+        raise UsageError("--backend-venv and --create-backend-venv are of --backend, which is not given.")
     o.writable(None if json == Path("-") else json)
+    other = None
+    if backend is not None:
+        from llmx.quantize.backends import Backend, check
+
+        other = Backend(backend, backend_venv, create_backend_venv)
+        check(other, options, model)
     ready(model)
     known = identity(model)
     from llmx.device import use_threads, yield_while_waiting
@@ -108,7 +127,7 @@ def quantize(
     from llmx.report import Report
 
     use_threads(threads, 1)
-    wanted = Wanted(options, group, output, calib, samples, seq_len, seed, resume, force, dry_run, measure)
+    wanted = Wanted(options, group, output, calib, samples, seq_len, seed, resume, force, dry_run, measure, other)
     with ticker() as say:
         made = run(model, locate(model), wanted, say)
     report = Report(

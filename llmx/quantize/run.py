@@ -16,7 +16,8 @@ from llmx.evals.protocol import DEFAULT_CTX, LLAMA
 from llmx.formats.fields import Fields
 from llmx.formats.hub import Located, locate
 from llmx.formats.quantization import read
-from llmx.quantize import calibration
+from llmx.quantize import backends, calibration
+from llmx.quantize.backends import Backend
 from llmx.quantize.driver import Run, Source, default_path, fingerprint, open_source, quantization_config
 from llmx.quantize.estimate import estimate
 from llmx.quantize.options import HEAD, Options, group_for
@@ -41,7 +42,8 @@ DEFINITIONS = {
 
 @dataclass(frozen=True)
 class Wanted:
-    """group: None for the largest that fits. calib: a file, or None for the model's own text."""
+    """group: None for the largest that fits. calib: a file, or None for the model's own text. backend: somebody else's
+    quantizer."""
 
     options: Options
     group: int | None
@@ -54,6 +56,7 @@ class Wanted:
     force: bool
     dry_run: bool
     measure: bool = False
+    backend: Backend | None = None
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,8 @@ class Made:
 def quantize(name: str, located: Located, wanted: Wanted, say: Say) -> Made:
     """UsageError before anything long if it can't be done."""
     began = time.monotonic()
+    if wanted.backend is not None and located.kind != "hf":
+        raise UsageError(f"--backend {wanted.backend.name} reads Hugging Face folders, and {name} is a GGUF file.")
     source = open_source(located)
     if source.packed is not None:
         say(
@@ -93,6 +98,8 @@ def quantize(name: str, located: Located, wanted: Wanted, say: Say) -> Made:
     elif options.calibrates:
         say("drawing calibration text from the model itself")
         texts = calibration.write(located, name, wanted.samples, wanted.length, wanted.seed, say)
+    if wanted.backend is not None:
+        return _by_backend(wanted.backend, name, source, replace(wanted, options=options), texts, path, facts, say)
     mark = fingerprint(source, options, texts.texts, wanted.seed)
     output = Output(path, len(source.units), mark, resume=wanted.resume, force=wanted.force)
     run = Run(source, options, texts.texts, output, say)
@@ -111,6 +118,20 @@ def quantize(name: str, located: Located, wanted: Wanted, say: Say) -> Made:
             "seconds": time.monotonic() - began, "peak_rss_bytes": peak,
         },
     )  # fmt: skip
+
+
+def _by_backend(
+    backend: Backend, name: str, source: Source, wanted: Wanted, texts: calibration.Calibration, path: Path,
+    facts: dict[str, Any], say: Say,
+) -> Made:  # fmt: skip
+    """Somebody else's quantizer makes the folder; the result is always measured."""
+    began, dtype = time.monotonic(), str(source.dtype).removeprefix("torch.")
+    backends.quantize(backend, source.located, wanted.options, dtype, texts.texts, path, say, force=wanted.force)
+    longest = source.opened.config.max_position
+    facts |= {"backend": backend.name, "calibration": texts.about, "path": str(path)}
+    facts |= {"seconds": time.monotonic() - began, "eval": measure(name, path, wanted.seed, longest, say)}
+    backends.check_loss(facts["eval"], path)
+    return Made(path, facts)
 
 
 def vllm_ranks(source: Source, options: Options) -> dict[str, str | None]:
@@ -169,6 +190,9 @@ def lines(made: Made) -> list[str]:
     """What a person reads at the end."""
     results = made.results
     sizes = results["estimate"]
+    if "backend" in results:
+        return [f"made by {results['backend']} in {results['seconds']:,.0f} s", _eval_line(results["eval"]),
+                *_rank_lines(results["vllm_ranks"])]  # fmt: skip
     if "layers" not in results:
         return [
             f"{made.path}: {sizes['linears']} linears at {sizes['bits_per_weight']:.2f} bits a weight, about "
@@ -190,11 +214,7 @@ def lines(made: Made) -> list[str]:
             f"worst {worst['name']} {worst['error']:.3e}"
         )
     if "eval" in results:
-        found = results["eval"]
-        said.append(
-            f"perplexity {found['perplexity']['mean']:.2f} ({found['reference_perplexity']['mean']:.2f} before), "
-            f"KL divergence {found['kld']['mean']:.4f}, same likeliest token {found['same_top']['share']:.1%}"
-        )
+        said.append(_eval_line(results["eval"]))
     if results["fell_back"]:
         said.append(f"{len(results['fell_back'])} layers fell back to round-to-nearest: "
                     f"{', '.join(results['fell_back'][:WORST])}")  # fmt: skip
@@ -202,6 +222,13 @@ def lines(made: Made) -> list[str]:
         said.append(f"{len(results['worse_than_nearest'])} layers are worse than round-to-nearest: "
                     f"{', '.join(results['worse_than_nearest'][:WORST])}")  # fmt: skip
     return [*said, *_rank_lines(results["vllm_ranks"])]
+
+
+def _eval_line(found: Mapping[str, Any]) -> str:
+    return (
+        f"perplexity {found['perplexity']['mean']:.2f} ({found['reference_perplexity']['mean']:.2f} before), "
+        f"KL divergence {found['kld']['mean']:.4f}, same likeliest token {found['same_top']['share']:.1%}"
+    )
 
 
 def _rank_lines(ranks: Mapping[str, str | None]) -> Iterator[str]:
