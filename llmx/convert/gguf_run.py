@@ -62,6 +62,8 @@ def convert(located: Located, wanted: Wanted, tell: Tell, say: Say) -> dict[str,
     if wanted.asked.mixture != COPY:
         pairs["general.file_type"] = encode(MIXTURES[wanted.asked.mixture][1], UINT32)
         pairs["general.quantization_version"] = encode(QUANTIZATION_VERSION, UINT32)
+    if importance:
+        pairs |= _about_importance(wanted, len(importance))
     parts = plan(pairs, entries, wanted.most)
     paths = part_paths(wanted.out, len(parts))
     results = _results(source, entries, choices, paths, sum(part.nbytes for part in parts), len(importance))
@@ -75,6 +77,12 @@ def convert(located: Located, wanted: Wanted, tell: Tell, say: Say) -> dict[str,
     write_parts(paths, parts, writer.data)
     results["seconds"] = time.monotonic() - began
     return results
+
+
+def _about_importance(wanted: Wanted, count: int) -> dict[str, bytes]:
+    """As llama-quantize says it: where the importance came from, and of how many tensors it is."""
+    named = wanted.imatrix.name if wanted.imatrix is not None else "collected"
+    return {"quantize.imatrix.file": encode(named), "quantize.imatrix.entries_count": encode(count, UINT32)}
 
 
 def _entries(source: GgufSource, asked: Asked) -> tuple[list[Entry], dict[str, Choice]]:
