@@ -13,7 +13,8 @@ from llmx.quantize import widths
 from llmx.quantize.awq import clip, find_scales
 from llmx.quantize.forms import Scaled, fp8_kind, scale_dtype
 from llmx.quantize.gptq import gptq
-from llmx.quantize.grids import Rounding, row_losses
+from llmx.quantize.grids import Rounding, losses_of
+from llmx.quantize.memory import give_back
 from llmx.quantize.options import Options
 from llmx.quantize.source import Lazy, Unit
 from llmx.quantize.states import Stats
@@ -70,8 +71,13 @@ class Quantizer:
 
     def __call__(self, seen: Seen) -> Done:
         if self.options.method == "gptq":
-            return Done([result for lazy, stats in zip(seen.lazies, seen.stats, strict=True)
-                         for result in self._gptq(self._mine(lazy), stats)])  # fmt: skip
+            done = Done()
+            for lazy, stats in zip(seen.lazies, seen.stats, strict=True):
+                done.results += self._gptq(self._parts(lazy), stats)
+                lazy.drop()  # nothing is needed of it any more, and a Hessian may be larger than the block
+                stats.hessian = None
+                give_back()
+            return done
         if self.options.method == "fp8":
             return Done([self._fp8(unit, weight, stats) for lazy, stats in zip(seen.lazies, seen.stats, strict=True)
                          for unit, weight in self._mine(lazy)])  # fmt: skip
@@ -100,7 +106,10 @@ class Quantizer:
         return make(unit, weight, stats, scales, torch.ones(unit.n_out), how)
 
     def _mine(self, lazy: Lazy) -> list[tuple[Unit, Tensor]]:
-        return [(unit, weight) for unit, weight in lazy.rows() if not self.options.ignores(unit.name)]
+        return [(unit, part.float()) for unit, part in self._parts(lazy)]
+
+    def _parts(self, lazy: Lazy) -> list[tuple[Unit, Tensor]]:
+        return [(unit, part) for unit, part in lazy.parts() if not self.options.ignores(unit.name)]
 
     @property
     def _rounding(self) -> Rounding:
@@ -235,4 +244,4 @@ def _hessian(stats: Stats) -> Tensor:
 
 def _energy(weight: Tensor, hessian: Tensor) -> float:
     """The outputs' squares over the calibration tokens."""
-    return max(float(row_losses(weight, torch.zeros_like(weight), hessian).sum()), 1e-30)
+    return max(float(losses_of(weight, hessian).sum()), 1e-30)

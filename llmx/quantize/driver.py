@@ -29,6 +29,7 @@ from llmx.models import Opened, open_model
 from llmx.quantize import forms
 from llmx.quantize import head as heads
 from llmx.quantize.block import Done, Quantizer, Result, Seen
+from llmx.quantize.memory import give_back
 from llmx.quantize.options import HEAD, Options
 from llmx.quantize.output import Output
 from llmx.quantize.source import Lazy, SourceWeights, Unit, build, linears
@@ -110,13 +111,14 @@ class Run:
         self._quantizer = Quantizer(options, source.opened.config, source.opened.family.SMOOTH, source.dtype)
         self._texts = [list(text) for text in texts]
         self._length = max(map(len, self._texts), default=1)
+        self._widest = max(unit.n_out for unit in source.every)
         self.resumed = 0
         self.notes: list[dict[str, Any]] = []
 
     @torch.inference_mode()
     def quantize(self) -> None:
         model, weights = build(self.source.opened, self._length)
-        states = States(model, self._texts) if self.options.calibrates else None
+        states = States(model, self._texts, self._widest) if self.options.calibrates else None
         for index in range(len(model.layers)):
             began = time.monotonic()
             done_before = self.output.is_done(index)
@@ -129,6 +131,7 @@ class Run:
                 self._advance(states, index)
             for lazy in linears(model.layers[index]):
                 lazy.drop()
+            give_back()
             how = "already done" if done_before else _summary(note)
             self._say(f"block {index + 1} of {len(model.layers)}: {how}, {time.monotonic() - began:.1f} s")
         if not self.output.is_done(self.output.blocks):
@@ -175,6 +178,7 @@ class Run:
             stats = [Stats(lazy.n_in, hessian=False) for lazy in lazies]
         else:
             stats = states.watch(model, index, lazies, hessian=self.options.grids)
+        give_back()
         vectors = {name: self._raw(name) for name in weights.vectors if name.startswith(prefix_of(index))}
         done = self._quantizer(Seen(lazies, stats, vectors))
         self._check_results(done.results)
@@ -275,23 +279,26 @@ class Run:
         self._say("checking what was written")
         texts = self._texts or [[0] * 32]
         model, weights = build(self.source.opened, self._length if self._texts else 32)
-        states = States(model, texts[:4])
+        states = States(model, texts[:4], self._widest)
         errors = []
         for index in range(len(model.layers)):
             shard = self.output.open(index)
             _check_finite(shard)
-            made, lazies = self._finished(index)
+            before = states.hidden[0]
             for lazy in linears(model.layers[index]):
                 lazy.load(weights.read)
-            before = states.hidden[0]
             theirs = states.run(model, index, keep=False, limit=PROBE_PASSES)[0]
+            for lazy in linears(model.layers[index]):
+                lazy.drop()
+            made, lazies = self._finished(index)
             ours = states.run(made, index, keep=False, limit=PROBE_PASSES)[0]
             error = float((ours - theirs).norm() / (theirs - before).norm().clamp(min=1e-30))
             self._check_error(error, f"block {index}", "what it adds to its input")
             errors.append(error)
             states.hidden[0] = theirs
-            for lazy in [*lazies, *linears(model.layers[index])]:
+            for lazy in lazies:
                 lazy.drop()
+            give_back()
         rest = self.output.open(self.output.blocks)
         _check_finite(rest)
         head = self._check_head(rest, model, weights, states.hidden[0][:SAMPLE]) if self.options.head else None

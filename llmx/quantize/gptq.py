@@ -11,7 +11,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from llmx.quantize.grids import Rounding, better_rows, kernels_for, losses_of, nearest_errors, round_to_nearest, search
+from llmx.quantize.grids import (
+    Rounding,
+    better_rows,
+    kernels_for,
+    losses_of,
+    nearest_errors,
+    round_to_nearest,
+    rows_at_once,
+    search,
+)
 from llmx.schemes.grid import Grid
 
 BLOCK = 128  # inputs between two updates of the rest of the matrix
@@ -32,20 +41,41 @@ class Solved:
 
 
 def gptq(weight: Tensor, hessian: Tensor, rounding: Rounding, *, damp: float = 0.01, act_order: bool = True) -> Solved:
-    """weight (rows, n_in) f32, hessian (n_in, n_in) f32 (sum of x x^T) -> codes whose output error, row by row, is at
-    most that of round-to-nearest. Rows of several linears with the same input may be stacked."""
-    plain = round_to_nearest(weight, rounding)
-    nearest = losses_of(nearest_errors(weight, torch.ones_like(hessian[0]), rounding), hessian)
+    """weight (rows, n_in) f32, f16 or bf16, hessian (n_in, n_in) f32 (sum of x x^T) -> codes whose output error, row by
+    row, is at most that of round-to-nearest. Rows of several linears with the same input may be stacked.
+
+    Works on some rows at a time: beside the weight and the Hessian, one more matrix of the Hessian's size is in memory.
+    """
     diagonal = hessian.diagonal()
     dead = diagonal <= 0
-    factor, used = _factor(hessian, dead, damp, act_order)
+    order = _order(diagonal, act_order)
+    factor, used = _factor(hessian, order, dead, damp)
+    metric = diagonal.clamp(min=0.0) + diagonal.mean().clamp(min=1e-30) * 1e-3
+    parts = [
+        _solve(part.float(), hessian, factor, order, metric, rounding) for part in weight.split(rows_at_once(weight))
+    ]
+    grids = [grid for grid, _, _ in parts]
+    whole = Grid(
+        torch.cat([grid.codes for grid in grids]), torch.cat([grid.scales for grid in grids]),
+        torch.cat([grid.zeros for grid in grids]), rounding.bits, rounding.group,
+    )  # fmt: skip
+    losses, nearest = (torch.cat([part[at] for part in parts]) for at in (1, 2))
+    return Solved(whole, losses, nearest, used, int(dead.sum()))
+
+
+def _solve(
+    weight: Tensor, hessian: Tensor, factor: Tensor | None, order: Tensor, metric: Tensor, rounding: Rounding
+) -> tuple[Grid, Tensor, Tensor]:
+    """Some rows' grid, its losses and those of round-to-nearest."""
+    plain = round_to_nearest(weight, rounding)
+    nearest = losses_of(nearest_errors(weight, torch.ones_like(metric), rounding), hessian)
     if factor is None:
-        return Solved(plain, nearest, nearest, None, int(dead.sum()))
-    scales, zeros = search(weight, rounding, diagonal.clamp(min=0.0) + diagonal.mean().clamp(min=1e-30) * 1e-3)
-    codes = _sweep(weight, factor, _order(diagonal, act_order), scales, zeros, rounding)
+        return plain, nearest, nearest
+    scales, zeros = search(weight, rounding, metric)
+    codes = _sweep(weight, factor, order, scales, zeros, rounding)
     made = Grid(codes, scales, zeros.to(torch.uint8), rounding.bits, rounding.group)
     grid, losses = better_rows(made, plain, weight, hessian)
-    return Solved(grid, losses, nearest, used, int(dead.sum()))
+    return grid, losses, nearest
 
 
 def _order(diagonal: Tensor, act_order: bool) -> Tensor:
@@ -54,50 +84,70 @@ def _order(diagonal: Tensor, act_order: bool) -> Tensor:
     return torch.argsort(diagonal, descending=True, stable=True)
 
 
-def _factor(hessian: Tensor, dead: Tensor, damp: float, act_order: bool) -> tuple[Tensor | None, float | None]:
-    """Upper U with U^T U = (H + damp)^-1 in the order of the sweep, and the damping that made it possible.
+def _factor(hessian: Tensor, order: Tensor, dead: Tensor, damp: float) -> tuple[Tensor | None, float | None]:
+    """L^-1, lower, of J H J = L L^T, and the damping that made it possible. H in the sweep's order, J the reversal.
 
-    With J the reversal, J H J = L L^T makes M = J L J upper with H = M M^T, and U = M^-1: one Cholesky factor and one
-    triangular inverse. Dead inputs get a diagonal of their own, so that they neither take nor give errors.
+    GPTQ's upper U with U^T U = H^-1 is J L^-1 J: `_corner` reads it from there. Dead inputs get a diagonal of their
+    own, so that they neither take nor give errors. Factor and inverse take the place of what they are made from.
     """
-    if not hessian.isfinite().all():
-        return None, None
-    order = _order(hessian.diagonal(), act_order)
-    ordered = hessian[order][:, order]
     mean = float(hessian.diagonal().mean())
-    unit = torch.eye(len(ordered), device=hessian.device)
-    if mean <= 0:
+    if not _is_finite(hessian) or mean <= 0:
         return None, None
-    ordered.diagonal()[dead[order]] = mean
+    back = order.flip(0)
     part = damp
     while part <= MOST_DAMP:
-        damped = ordered.clone()
-        damped.diagonal().add_(part * mean)
-        lower, failed = torch.linalg.cholesky_ex(damped.flip(0, 1))
+        lower = hessian[back[:, None], back[None, :]]
+        lower.diagonal()[dead[back]] = mean
+        lower.diagonal().add_(part * mean)
+        columns, failed = lower.mT, torch.empty(0, dtype=torch.int32, device=lower.device)  # in LAPACK's order: no copy
+        torch.linalg.cholesky_ex(columns, out=(columns, failed))
         if not failed:
-            inverse = torch.linalg.solve_triangular(lower.flip(0, 1), unit, upper=True)
-            if inverse.isfinite().all():
-                return inverse, part
+            invert_lower(columns)
+            if _is_finite(columns):
+                return columns, part
+        del lower, columns
         part = max(2 * part, 1e-4)
     return None, None
 
 
+def _is_finite(matrix: Tensor) -> bool:
+    """Of numbers whose sum is: without a copy of the matrix, which torch's own would make."""
+    return bool(matrix.sum(dtype=torch.float64).isfinite())
+
+
+def invert_lower(lower: Tensor) -> None:
+    """A lower triangle (n, n) by its inverse, in place: (A 0; B C)^-1 is (A^-1 0; -C^-1 B A^-1 C^-1)."""
+    for low in range(0, len(lower), BLOCK):
+        high = min(low + BLOCK, len(lower))
+        unit = torch.eye(high - low, device=lower.device)
+        corner = torch.linalg.solve_triangular(lower[low:high, low:high], unit, upper=False)
+        lower[low:high, :low] = -(corner @ lower[low:high, :low]) @ lower[:low, :low]
+        lower[low:high, low:high] = corner
+
+
+def _corner(inverse: Tensor, low: int, high: int, left: int, right: int) -> Tensor:
+    """U[low:high, left:right]"""
+    n = len(inverse)
+    return inverse[n - high : n - low, n - right : n - left].flip(0, 1)
+
+
 def _sweep(weight: Tensor, factor: Tensor, order: Tensor, scales: Tensor, zeros: Tensor, rounding: Rounding) -> Tensor:
     """Codes (rows, n_in) uint8. Works on the transpose: an input's weights in all rows are one piece of memory."""
-    left = weight[:, order].T.contiguous()
+    left = weight.T[order].contiguous()
     groups = order // rounding.group
     steps, offsets = scales.T.contiguous(), zeros.T.contiguous()
-    codes = torch.empty_like(left)
+    codes = torch.empty(left.shape, dtype=torch.uint8, device=left.device)
     errors = torch.empty(BLOCK, left.shape[1], device=left.device)
     table = kernels_for(weight, rounding)
     some = sweep_in_torch if table is None else table.get("gptq_sweep")
-    for low in range(0, len(left), BLOCK):
-        high = min(low + BLOCK, len(left))
-        here = factor[low:high, low:high], steps, offsets, groups[low:high], rounding.bits
-        codes[low:high] = some(left[low:high], errors[: high - low], *here)
-        left[high:].addmm_(factor[low:high, high:].T, errors[: high - low], alpha=-1)
+    n = len(left)
+    for low in range(0, n, BLOCK):
+        high = min(low + BLOCK, n)
+        here = _corner(factor, low, high, low, high), steps, offsets, groups[low:high], rounding.bits
+        codes[low:high] = some(left[low:high], errors[: high - low], *here).to(torch.uint8)
+        left[high:].addmm_(_corner(factor, low, high, high, n).T, errors[: high - low], alpha=-1)
     result = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
-    result[:, order] = codes.T.to(torch.uint8)
+    result[:, order] = codes.T
     return result
 
 

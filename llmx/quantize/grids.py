@@ -16,6 +16,7 @@ from llmx.kernels import Kernels
 from llmx.schemes.grid import Grid
 
 SHRINKS = tuple(1.0 - 0.025 * step for step in range(21))  # of a group's range: what the searches try
+NUMBERS = 2**20  # weights that are worked on at a time
 TINIEST = 2.0**-24  # least scale: float16's smallest number above 0
 
 
@@ -62,6 +63,11 @@ def nearest(weight: Tensor, scales: Tensor, zeros: Tensor, rounding: Rounding) -
 def round_to_nearest(weight: Tensor, rounding: Rounding) -> Grid:
     """Plain round-to-nearest over each group's whole range: what every algorithm must not be worse than."""
     return nearest(weight, *ranged(weight, rounding), rounding)
+
+
+def rows_at_once(weight: Tensor) -> int:
+    """How many rows of a matrix the algorithms take at a time: a dozen copies of them are in memory at once."""
+    return max(64, NUMBERS // weight.shape[1])
 
 
 @cache
@@ -137,7 +143,8 @@ def row_losses(weight: Tensor, made: Tensor, hessian: Tensor) -> Tensor:
 
 def losses_of(errors: Tensor, hessian: Tensor) -> Tensor:
     """(rows,): e H e^T of each row."""
-    return (errors @ hessian).mul_(errors).sum(1)
+    parts = [part.float() for part in errors.split(rows_at_once(errors))]
+    return torch.cat([(part @ hessian).mul_(part).sum(1) for part in parts])
 
 
 def better_rows(first: Grid, second: Grid, weight: Tensor, hessian: Tensor) -> tuple[Grid, Tensor]:

@@ -22,6 +22,7 @@ from llmx.models import Opened
 from llmx.schemes.base import Kind, Span
 
 CPU = torch.device("cpu")
+WIDENED = 2**22  # weights that are widened to float32 at a time
 Watch = Callable[[Tensor], None]
 
 
@@ -41,8 +42,8 @@ class Unit:
 class Lazy(Linear):
     """A linear of one or more units with the same input, without weights until it is `load`ed.
 
-    matrix: (n_out, n_in) f32, the units' rows one below the other. watch: sees each input. idle: nobody needs what it
-    makes, which is zeros.
+    matrix: (n_out, n_in), the units' rows one below the other, in the dtype that they were given in. watch: sees each
+    input. idle: nobody needs what it makes, which is zeros.
     """
 
     def __init__(self, units: Sequence[Unit]) -> None:
@@ -59,15 +60,24 @@ class Lazy(Linear):
             self.watch(x)
         if self.idle:
             return x.new_zeros(*x.shape[:-1], self.n_out)
-        return functional.linear(x, self.matrix, self.bias)
+        if self.matrix.dtype == torch.float32 or self.matrix.numel() <= WIDENED:
+            return functional.linear(x, self.matrix.float(), self.bias)
+        out = x.new_empty(*x.shape[:-1], self.n_out)
+        low, step = 0, max(1, WIDENED // self.n_in)
+        for part in self.matrix.split(step):  # widened piece by piece: never twice in memory
+            torch.matmul(x, part.float().T, out=out[..., low : low + len(part)])
+            low += len(part)
+        return out if self.bias is None else out.add_(self.bias)
 
     def load(self, read: Callable[[Unit], tuple[Tensor, Tensor | None]]) -> None:
         """`read` gives a unit's weight (n_out, n_in) and bias."""
-        matrix = torch.empty(self.n_out, self.n_in) if self.matrix is None else self.matrix
+        matrix = None
         biases: list[Tensor | None] = []
         low = 0
         for unit in self.units:
             weight, bias = read(unit)
+            if matrix is None:
+                matrix = torch.empty(self.n_out, self.n_in, dtype=weight.dtype)
             matrix[low : low + unit.n_out] = weight
             biases.append(bias)
             low += unit.n_out
@@ -75,7 +85,7 @@ class Lazy(Linear):
         self.matrix = matrix
         self.bias = None if all(b is None for b in biases) else torch.cat(zeros)
 
-    def rows(self) -> Iterator[tuple[Unit, Tensor]]:
+    def parts(self) -> Iterator[tuple[Unit, Tensor]]:
         """Each unit with its rows of the matrix: views."""
         assert self.matrix is not None
         yield from zip(self.units, self.matrix.split([unit.n_out for unit in self.units]), strict=True)
@@ -138,10 +148,11 @@ class SourceWeights(CheckpointWeights):
         return Lazy([Unit(name, vocab, hidden)])
 
     def read(self, unit: Unit) -> tuple[Tensor, Tensor | None]:
-        """A unit's weight and bias, f32."""
+        """A unit's weight, as it is stored if that is plain, else f32; and its bias, f32."""
         spans = {Kind.OUT: Span(0, unit.n_out, unit.n_out), Kind.IN: Span(0, unit.n_in, unit.n_in)}
         piece = self._piece(unit.name, spans)
-        weight = piece.scheme.unpack(piece.tensors, torch.float32)
+        dtype = piece.tensors["weight"].dtype if self.stored_as(unit) is not None else torch.float32
+        weight = piece.scheme.unpack(piece.tensors, dtype)
         return weight, None if piece.bias is None else piece.bias.float()
 
     def is_tied(self, head: Unit) -> bool:

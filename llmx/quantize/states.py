@@ -13,7 +13,8 @@ from llmx.cache.pools import Cache, LayerSpec, new_pools, windows_of
 from llmx.quantize.source import CPU, Lazy, Watch
 
 SIZE = 16  # tokens in a block of the scratch cache
-AT_ONCE = 2048  # tokens in a pass, unless one text is longer
+AT_ONCE, FEWEST = 2048, 512  # tokens in a pass, unless one text is longer; of wide models fewer,
+NUMBERS = 2**22  # so that what its widest linear makes is no more than this
 SAMPLE = 512  # inputs that are kept as they are
 
 
@@ -69,12 +70,15 @@ def mirror(total: Tensor) -> None:
 
 
 class States:
-    """Texts as they stand before some block: f32 in memory, as many texts to a pass as make AT_ONCE tokens."""
+    """Texts as they stand before some block: f32 in memory, as many texts to a pass as make AT_ONCE tokens.
 
-    def __init__(self, model: Any, texts: Sequence[Sequence[int]]) -> None:
+    widest: outputs of the model's widest linear.
+    """
+
+    def __init__(self, model: Any, texts: Sequence[Sequence[int]], widest: int = 1) -> None:
         self._specs: list[LayerSpec] = model.specs
         groups = len(windows_of(self._specs))
-        self._batches = [batch_of(part, groups) for part in _parts(texts)]
+        self._batches = [batch_of(part, groups) for part in _parts(texts, max(FEWEST, min(AT_ONCE, NUMBERS // widest)))]
         blocks = 1 + max(sum(-(-n // SIZE) for n in batch.lengths) for batch in self._batches)
         self._cache = _scratch(self._specs, blocks)
         self.hidden = [model.embed(batch.tokens) for batch in self._batches]
@@ -146,11 +150,11 @@ def batch_of(texts: Sequence[Sequence[int]], groups: int) -> Batch:
     )  # fmt: skip
 
 
-def _parts(texts: Sequence[Sequence[int]]) -> list[list[Sequence[int]]]:
-    """Texts, those of like length together."""
+def _parts(texts: Sequence[Sequence[int]], most: int) -> list[list[Sequence[int]]]:
+    """Texts, those of like length together, up to `most` tokens or one text."""
     parts: list[list[Sequence[int]]] = [[]]
     for text in sorted(texts, key=len, reverse=True):
-        if parts[-1] and sum(map(len, parts[-1])) + len(text) > AT_ONCE:
+        if parts[-1] and sum(map(len, parts[-1])) + len(text) > most:
             parts.append([])
         parts[-1].append(text)
     return parts

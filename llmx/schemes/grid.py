@@ -11,6 +11,8 @@ from math import gcd
 import torch
 from torch import Tensor
 
+PACKED = 2**20  # numbers that are packed at a time
+
 
 @dataclass(frozen=True)
 class Grid:
@@ -44,6 +46,10 @@ def to_words(numbers: Tensor, bits: int) -> Tensor:
 
     With 3, 5, 6 and 7 bits some lie across two words. The last word is filled up with zeros.
     """
+    if len(numbers) > 1 and numbers.numel() > PACKED:  # 64-bit numbers are made of them below
+        return torch.cat(
+            [to_words(part, bits) for part in numbers.split(max(1, PACKED * len(numbers) // numbers.numel()))]
+        )
     words, each = even(bits)
     n = numbers.shape[-1]
     filled = torch.nn.functional.pad(numbers, (0, -n % each)).unflatten(-1, (-1, each)).long()
