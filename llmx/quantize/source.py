@@ -151,7 +151,8 @@ class SourceWeights(CheckpointWeights):
         """A unit's weight, as it is stored if that is plain, else f32; and its bias, f32."""
         spans = {Kind.OUT: Span(0, unit.n_out, unit.n_out), Kind.IN: Span(0, unit.n_in, unit.n_in)}
         piece = self._piece(unit.name, spans)
-        dtype = piece.tensors["weight"].dtype if self.stored_as(unit) is not None else torch.float32
+        stored = piece.tensors["weight"].dtype if len(piece.tensors) == 1 else torch.float32
+        dtype = stored if stored in (torch.bfloat16, torch.float16) else torch.float32
         weight = piece.scheme.unpack(piece.tensors, dtype)
         return weight, None if piece.bias is None else piece.bias.float()
 
