@@ -59,7 +59,7 @@ def gptq(weight: Tensor, hessian: Tensor, rounding: Rounding, *, damp: float = 0
         torch.cat([grid.codes for grid in grids]), torch.cat([grid.scales for grid in grids]),
         torch.cat([grid.zeros for grid in grids]), rounding.bits, rounding.group,
     )  # fmt: skip
-    losses, nearest = (torch.cat([part[at] for part in parts]) for at in (1, 2))
+    losses, nearest = torch.cat([found for _, found, _ in parts]), torch.cat([found for _, _, found in parts])
     return Solved(whole, losses, nearest, used, int(dead.sum()))
 
 
