@@ -15,10 +15,10 @@ from torch import Tensor
 
 from llmx.formats.hub import Located
 from llmx.formats.safetensors import open_safetensors
-from llmx.quantize import forms
 from llmx.quantize.driver import Run, fingerprint, open_source
 from llmx.quantize.options import Options, group_for
 from llmx.quantize.output import Output
+from llmx.schemes import find
 
 TINIES = {tiny.name: tiny for tiny in every_tiny()}
 LLAMA = "Llama-0"
@@ -60,7 +60,12 @@ def effective(run: Run, out: Path) -> dict[str, Tensor]:
             packed.setdefault(owner, {})[suffix] = checkpoint.read(name)
         else:
             found[name] = checkpoint.read(name)
-    return found | {f"{owner}.weight": forms.unpack(tensors, run.options) for owner, tensors in packed.items()}
+    for owner, tensors in packed.items():
+        stored = {suffix: checkpoint.stored(f"{owner}.{suffix}") for suffix in tensors}
+        scheme = find(owner, stored, checkpoint.quantization)
+        read = {suffix: tensor for suffix, tensor in tensors.items() if suffix not in scheme.unread}
+        found[f"{owner}.weight"] = scheme.unpack(read, torch.float32)
+    return found
 
 
 @contextmanager

@@ -232,33 +232,26 @@ class Run:
         for lazy in lazies:
             lazy.drop()
 
+    def _shard(self, index: int) -> MappedCheckpoint:
+        """A shard as readers of the whole folder see it, with what its config says."""
+        shard = self.output.open(index)
+        known = quantization.read(Fields(quantization_config(self.source, self.options), "config.json"))
+        return MappedCheckpoint(shard.kind, {name: shard.region(name) for name in shard.names()}, known)
+
     def _finished(self, index: int) -> tuple[Any, list[Lazy]]:
         """The model with block `index` as its shard has it, loaded."""
-        shard = self.output.open(index)
+        shard = self._shard(index)
         vectors = {
             name.removesuffix(".weight"): shard.read(name).float()
             for name in shard.names()
             if len(shard.stored(name).shape) == 1 and name.endswith(".weight")
         }
         model, _ = build(self.source.opened, self._length, vectors)
+        stored = SourceWeights(replace(self.source.opened, checkpoint=shard))
         lazies = linears(model.layers[index])
         for lazy in lazies:
-            lazy.load(lambda unit: self._read(shard, unit))
+            lazy.load(stored.read)
         return model, lazies
-
-    def _read(self, shard: MappedCheckpoint, unit: Unit) -> tuple[Tensor, Tensor | None]:
-        """A linear of a finished block."""
-        bias = f"{unit.name}.bias"
-        tensors = {
-            name.rpartition(".")[2]: shard.read(name)
-            for name in shard.names()
-            if name.rpartition(".")[0] == unit.name and name != bias
-        }
-        plain = self.options.ignores(unit.name)
-        weight = tensors["weight"].float() if plain else forms.unpack(tensors, self.options)
-        if tuple(weight.shape) != (unit.n_out, unit.n_in):
-            raise LlmxError(f"{unit.name} was written as {tuple(weight.shape)}, not {(unit.n_out, unit.n_in)}.")
-        return weight, shard.read(bias).float() if bias in shard else None
 
     @torch.inference_mode()
     def finish(self) -> dict[str, Any]:
@@ -299,7 +292,7 @@ class Run:
             for lazy in lazies:
                 lazy.drop()
             give_back()
-        rest = self.output.open(self.output.blocks)
+        rest = self._shard(self.output.blocks)
         _check_finite(rest)
         head = self._check_head(rest, model, weights, states.hidden[0][:SAMPLE]) if self.options.head else None
         return errors, head
@@ -308,10 +301,8 @@ class Run:
         """The head's logits against the source's, each behind its own norm, from the same states (tokens, hidden)."""
         unit, opened = self.source.head, self.source.opened
         assert unit is not None
-        known = quantization.read(Fields(quantization_config(self.source, self.options), "config.json"))
-        shard = MappedCheckpoint(rest.kind, {name: rest.region(name) for name in rest.names()}, known)
         made, _ = build(opened, self._length, {heads.NORM: rest.read(f"{heads.NORM}.weight").float()})
-        ours = SourceWeights(replace(opened, checkpoint=shard))
+        ours = SourceWeights(replace(opened, checkpoint=rest))
         off = whole = 0.0
         for low in range(0, unit.n_out, heads.ROWS):
             high = min(low + heads.ROWS, unit.n_out)

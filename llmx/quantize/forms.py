@@ -1,4 +1,4 @@
-"""From what the algorithms made to the tensors and the `quantization_config` of each format, and back."""
+"""From what the algorithms made to the tensors and the `quantization_config` of each format."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from llmx.quantize.options import HEAD, Options
 from llmx.schemes import awq, compressed, fp8, gptq
-from llmx.schemes.grid import Grid, from_words
+from llmx.schemes.grid import Grid
 
 
 @dataclass(frozen=True)
@@ -66,31 +66,6 @@ def stacked(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 def fp8_kind(options: Options) -> str:
     return {"dynamic": "channel", "static": "tensor", "block": "block"}[options.fp8_mode]
-
-
-def unpack(tensors: Mapping[str, Tensor], options: Options) -> Tensor:
-    """(n_out, n_in) f32: what a reader of the stored tensors multiplies with."""
-    if options.form == "awq":
-        return awq.read(tensors).weight()
-    if options.form in ("gptq", "gptq_v2"):
-        return gptq.read(tensors, 1 if options.form == "gptq" else 2).weight()
-    if options.grids:
-        return _packed(tensors, options)
-    scale = tensors["weight_scale_inv" if options.form == "fp8" else "weight_scale"].float()
-    numbers = tensors["weight"].float()
-    if options.method == "fp8" and options.fp8_mode == "block":
-        scale = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[: len(numbers), : numbers.shape[1]]
-    return numbers * scale
-
-
-def _packed(tensors: Mapping[str, Tensor], options: Options) -> Tensor:
-    n_out, n_in = tensors["weight_shape"].tolist()
-    codes = from_words(tensors["weight_packed"], options.bits, n_in)
-    scales = tensors["weight_scale"].float()
-    zeros = torch.full(scales.shape, 1 << options.bits - 1, dtype=torch.uint8)
-    if "weight_zero_point" in tensors:
-        zeros = from_words(tensors["weight_zero_point"].T.contiguous(), options.bits, n_out).T.contiguous()
-    return Grid(codes, scales, zeros, options.bits, options.group).weight()
 
 
 def config(options: Options, ignored: Sequence[str], version: str) -> dict[str, Any]:
