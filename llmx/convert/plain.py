@@ -6,6 +6,7 @@ Nothing is converted before it is read: what comes of a tensor is in memory whil
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -170,14 +171,18 @@ def dense_dtype(opened: Opened) -> torch.dtype:
 
 
 def packing(opened: Opened) -> str | None:
-    """How linears are packed, by the name that people have for it; None if all tensors are plain numbers."""
+    """How linears are packed, by the names that people have for it; None if all tensors are plain numbers.
+
+    Of a GGUF file the types of its layers' matrices, most bytes first.
+    """
     stored = [opened.checkpoint.stored(name) for name in opened.checkpoint.names()]
     packed = [tensor for tensor in stored if tensor.kind not in FLOATS and len(tensor.shape) > 1]
-    if not packed:
-        return None
-    if (quantization := opened.checkpoint.quantization) is not None:
+    if packed and (quantization := opened.checkpoint.quantization) is not None:
         return quantization.method
-    return max(packed, key=lambda tensor: sum(other.nbytes for other in packed if other.kind == tensor.kind)).kind
+    sizes: Counter[str] = Counter()
+    for tensor in [tensor for tensor in packed if _LAYER.match(tensor.name)] or packed:
+        sizes[tensor.kind] += tensor.nbytes
+    return ", ".join(kind for kind, _ in sizes.most_common()) or None
 
 
 def bytes_of(opened: Opened) -> int:

@@ -161,7 +161,7 @@ def test_a_gguf_file_is_quantized_again_and_runs(
     results = json.loads((tmp_path / "report.json").read_text())["results"]
     assert results["calibration"]["source"] == "generated"
     assert results["source_bytes"] < path.stat().st_size
-    again = llmx("little.Q8_0-int8", "--awq", *LITTLE)
+    again = llmx("little.Q8_0-int8", "--fp8")
     assert again.exit_code == 0, again.output
     assert "is quantized already (compressed-tensors)" in again.stderr
     folder = again.stdout.splitlines()[-1]

@@ -95,10 +95,10 @@ def test_a_gguf_file_is_quantized_with_transformers_names(
     assert ("lm_head.weight" in written) == (not source.config["tie_word_embeddings"])
 
 
-@pytest.mark.parametrize("method", ["gptq", "fp8", "int8"])
-def test_every_method_takes_a_gguf_file(method: str, saved: Callable[[str], Saved], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("method", "head"), [("gptq", False), ("gptq", True), ("fp8", False), ("int8", False)])
+def test_every_method_takes_a_gguf_file(method: str, head: bool, saved: Callable[[str], Saved], tmp_path: Path) -> None:
     path, out = gguf_of(saved(LLAMA), tmp_path / "model.gguf"), tmp_path / "out"
-    run = whole(path, out, choose(method), group=None if method in ("fp8", "int8") else 32)
+    run = whole(path, out, choose(method, head=head), group=None if method in ("fp8", "int8") else 32)
     assert not any(layer["worse"] or layer["fell_back"] for note in run.notes for layer in note["layers"])
     assert apart(said(out), said(path)) < {"gptq": 0.8, "fp8": 0.3, "int8": 0.12}[method]
 
