@@ -112,7 +112,7 @@ def _factor(hessian: Tensor, order: Tensor, dead: Tensor, damp: float) -> tuple[
 
 def _is_finite(matrix: Tensor) -> bool:
     """Of numbers whose sum is: without a copy of the matrix, which torch's own would make."""
-    return bool(matrix.sum(dtype=torch.float64).isfinite())
+    return bool(matrix.sum().isfinite())
 
 
 def invert_lower(lower: Tensor) -> None:
