@@ -35,6 +35,7 @@ from llmx.quantize.output import Output
 from llmx.quantize.source import Lazy, SourceWeights, Unit, build, linears
 from llmx.quantize.states import SAMPLE, States, Stats
 
+SOME = 2**20  # numbers that are looked at at a time
 PROBE_PASSES = 1  # passes of calibration states that the final check runs through source and result
 MOST_OFF = 0.7  # of what a block adds to its input, the largest relative error that passes the check
 
@@ -216,7 +217,7 @@ class Run:
     def _finite(self, module: str, made: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """A linear's tensors by their stored names. LlmxError where the format's dtypes can't hold them."""
         for suffix, tensor in made.items():
-            if tensor.is_floating_point() and not tensor.float().isfinite().all():
+            if not _is_finite(tensor):
                 raise LlmxError(
                     f"{module}.{suffix} has numbers too large for {tensor.dtype}.",
                     hint="a wider dtype or another --format may hold them",
@@ -326,10 +327,17 @@ class Run:
         return MOST_OFF if self.options.bits >= 4 else 1.5
 
 
+def _is_finite(tensor: Tensor) -> bool:
+    """Some of it at a time: an embedding may be larger than all else in memory."""
+    if not tensor.is_floating_point():
+        return True
+    return all(bool(part.float().isfinite().all()) for part in tensor.flatten().split(SOME))
+
+
 def _check_finite(shard: MappedCheckpoint) -> None:
     for name in shard.names():
         tensor = shard.read(name)
-        if tensor.is_floating_point() and not tensor.float().isfinite().all():
+        if not _is_finite(tensor):
             raise LlmxError(f"The check found numbers that are not finite in {name}.")
 
 
