@@ -6,21 +6,7 @@ import torch
 from torch import Tensor
 
 from llmx.kernels.cpu import native
-
-KINDS = {  # -> (its number in quantize.cpp, inputs in a block, its bytes)
-    "Q4_0": (0, 32, 18),
-    "Q4_1": (1, 32, 20),
-    "Q5_0": (2, 32, 22),
-    "Q5_1": (3, 32, 24),
-    "Q8_0": (4, 32, 34),
-    "IQ4_NL": (5, 32, 18),
-    "Q2_K": (6, 256, 84),
-    "Q3_K": (7, 256, 110),
-    "Q4_K": (8, 256, 144),
-    "Q5_K": (9, 256, 176),
-    "Q6_K": (10, 256, 210),
-    "IQ4_XS": (11, 256, 136),
-}
+from llmx.kernels.cpu.pack import KINDS  # quantize.cpp numbers them in the same way
 
 
 def quantize_blocks(rows: Tensor, kind: str, importance: Tensor | None = None) -> Tensor:
