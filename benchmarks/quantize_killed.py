@@ -52,6 +52,9 @@ def main() -> int:
     flags.work.mkdir(parents=True, exist_ok=True)
     wanted, out, report = flags.work / "wanted", flags.work / "out", flags.work / "report.json"
     partial = out.with_name(out.name + ".partial")
+    blocks = json.loads((flags.source / "config.json").read_text())[
+        "num_hidden_layers"
+    ]  # the note behind is the rest's
 
     def start(folder: Path, *more: str) -> subprocess.Popen[bytes]:
         given = ["--calib", str(flags.calib), "-o", str(folder), "--json", str(report), *flags.options, *more]
@@ -76,7 +79,7 @@ def main() -> int:
         time.sleep(after)
         process.kill()
         process.wait()
-        finished = len(list(partial.glob(".unfinished/[0-9]*.json")))
+        finished = sum(int(note.stem) < blocks for note in partial.glob(".unfinished/[0-9]*.json"))
         resumed = None if out.exists() else finish(out, "--resume")["blocks_resumed"]
         same = tree(out) == bytes_of
         good = same and resumed in (None, finished)
