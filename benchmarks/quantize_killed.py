@@ -54,7 +54,7 @@ def main() -> int:
     partial = out.with_name(out.name + ".partial")
     blocks = json.loads((flags.source / "config.json").read_text())[
         "num_hidden_layers"
-    ]  # the note behind is the rest's
+    ]  # one more note: the rest
 
     def start(folder: Path, *more: str) -> subprocess.Popen[bytes]:
         given = ["--calib", str(flags.calib), "-o", str(folder), "--json", str(report), *flags.options, *more]
