@@ -52,9 +52,7 @@ def main() -> int:
     flags.work.mkdir(parents=True, exist_ok=True)
     wanted, out, report = flags.work / "wanted", flags.work / "out", flags.work / "report.json"
     partial = out.with_name(out.name + ".partial")
-    blocks = json.loads((flags.source / "config.json").read_text())[
-        "num_hidden_layers"
-    ]  # one more note: the rest
+    blocks = json.loads((flags.source / "config.json").read_text())["num_hidden_layers"]  # one more note: the rest
 
     def start(folder: Path, *more: str) -> subprocess.Popen[bytes]:
         given = ["--calib", str(flags.calib), "-o", str(folder), "--json", str(report), *flags.options, *more]
