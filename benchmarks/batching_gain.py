@@ -41,7 +41,9 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="random:tiny")
     parser.add_argument("--requests", type=int, default=150, help="of each seed")
-    parser.add_argument("--input-len", default="8:32")
+    parser.add_argument(
+        "--input-len", default="8:32", help="as bench takes it: a range, or lognormal:MEDIAN:SIGMA:MOST"
+    )
     parser.add_argument("--output-len", default="4:128")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--batch", type=int, default=32, help="most at once, of both")

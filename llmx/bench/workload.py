@@ -1,7 +1,8 @@
-"""Seeded random requests: token ids drawn from the vocabulary without its special tokens, lengths from ranges."""
+"""Seeded random requests: ids drawn from the vocabulary without its special ones, lengths from ranges or log-normal."""
 
 from __future__ import annotations
 
+import math
 import random
 import re
 from collections.abc import Container, Mapping, Sequence
@@ -13,13 +14,25 @@ from llmx.errors import UsageError
 
 @dataclass(frozen=True)
 class Span:
-    """Whole numbers from `low` to `high`, both included."""
+    """Whole numbers from `low` to `high`, both included: all equally often, or log-normally about a `median`.
+
+    sigma: the standard deviation of the natural logarithm, before lengths are cut at `low` and `high`.
+    """
 
     low: int
     high: int
+    median: int | None = None
+    sigma: float = 0.0
 
     def __str__(self) -> str:
+        if self.median is not None:
+            return f"lognormal:{self.median}:{self.sigma:g}:{self.high}"
         return str(self.low) if self.low == self.high else f"{self.low}:{self.high}"
+
+    def draw(self, rng: random.Random) -> int:
+        if self.median is None:
+            return rng.randint(self.low, self.high)
+        return min(max(round(rng.lognormvariate(math.log(self.median), self.sigma)), self.low), self.high)
 
 
 Messages = tuple[Mapping[str, str], ...]
@@ -50,15 +63,30 @@ def _is_ids(prompt: Sequence[object]) -> bool:
 
 
 def parse_span(text: str, flag: str) -> Span:
-    """`"128"` or `"32:512"`; a UsageError that names `flag` for anything else."""
+    """`"128"`, `"32:512"` or `"lognormal:MEDIAN:SIGMA:MOST"`; a UsageError that names `flag` for anything else."""
+    if text.strip().startswith("lognormal"):
+        return _parse_lognormal(text.strip(), flag)
     match = re.fullmatch(r"(\d{1,9})(?::(\d{1,9}))?", text.strip(), re.ASCII)
     if match is None:
-        raise UsageError(f"{flag} must be a length or a range like 32:512, not {text!r}.")
+        raise UsageError(f"{flag} must be a length, a range like 32:512 or lognormal:MEDIAN:SIGMA:MOST, not {text!r}.")
     low = int(match[1])
     high = int(match[2]) if match[2] else low
     if low < 1 or high < low:
         raise UsageError(f"{flag} must begin at 1 or more and not end before it begins, not {text!r}.")
     return Span(low, high)
+
+
+def _parse_lognormal(text: str, flag: str) -> Span:
+    match = re.fullmatch(r"lognormal:(\d{1,9}):(\d{1,3}(?:\.\d{1,6})?):(\d{1,9})", text, re.ASCII)
+    if match is None:
+        raise UsageError(
+            f"{flag} must be lognormal:MEDIAN:SIGMA:MOST, not {text!r}.",
+            "For example lognormal:24:1.3:512: half below 24, two thirds within e^±1.3 times that, none beyond 512.",
+        )
+    median, sigma, most = int(match[1]), float(match[2]), int(match[3])
+    if not 1 <= median <= most:
+        raise UsageError(f"{flag} must have a median from 1 to its most, not {text!r}.")
+    return Span(1, most, median, sigma)
 
 
 def vocabulary(size: int, special: Container[int]) -> list[int]:
@@ -72,9 +100,9 @@ def random_prompt(ids: Sequence[int], length: int, seed: str) -> tuple[int, ...]
 
 
 def mixed_lengths(count: int, prompt: Span, output: Span, seed: int) -> list[tuple[int, int]]:
-    """`count` pairs (prompt length, output length), uniform over the ranges; they don't depend on the vocabulary."""
+    """`count` pairs (prompt length, output length) drawn from the spans; they don't depend on the vocabulary."""
     rng = random.Random(f"lengths/{seed}")
-    return [(rng.randint(prompt.low, prompt.high), rng.randint(output.low, output.high)) for _ in range(count)]
+    return [(prompt.draw(rng), output.draw(rng)) for _ in range(count)]
 
 
 def mixed_jobs(ids: Sequence[int], count: int, prompt: Span, output: Span, seed: int) -> list[Job]:

@@ -86,9 +86,16 @@ def bench(
             **_LOAD,
         ),
     ] = "random",
-    input_len: Annotated[str, typer.Option(help="Random prompts' tokens: a length or a range.", **_LOAD)] = "32:512",
+    input_len: Annotated[
+        str,
+        typer.Option(
+            help="Random prompts' tokens: a length, a range, or lognormal:MEDIAN:SIGMA:MOST (log-normal, as traces of "
+            "real use are).",
+            **_LOAD,
+        ),
+    ] = "32:512",
     output_len: Annotated[
-        str, typer.Option(help="Outputs' tokens: a length or a range; of a file: at most the last.", **_LOAD)
+        str, typer.Option(help="Outputs' tokens, the same way; of a file: at most the last.", **_LOAD)
     ] = "16:256",
     prefix_len: Annotated[int, typer.Option(min=1, help="Tokens that prompts share.", **_LOAD)] = 256,
     suffix_len: Annotated[int, typer.Option(min=1, help="Tokens that are each prompt's own.", **_LOAD)] = 256,

@@ -101,7 +101,7 @@ def test_the_json_goes_where_it_is_asked_to(tmp_path: Path) -> None:
     ("flags", "says"),
     [
         (["--input-len", "9:3"], "--input-len must begin at 1"),
-        (["--output-len", "many"], "--output-len must be a length or a range"),
+        (["--output-len", "many"], "--output-len must be a length, a range"),
         (["-p", "1024"], "-p 1024 needs a context of 1025 tokens"),
         (["--json", "/dev/null/x.json"], "can't be written"),
         (["--json", "no such folder/x.json"], "can't be written"),

@@ -17,7 +17,11 @@ def test_a_span_is_a_length_or_a_range() -> None:
     assert str(Span(7, 7)) == "7"
 
 
-@pytest.mark.parametrize("text", ["", "a", "0", "5:4", "0:3", "1:2:3", "-1", "1.5", "٣", "9999999999"])
+WRONG = ["", "a", "0", "5:4", "0:3", "1:2:3", "-1", "1.5", "٣", "9999999999"]
+WRONG_CURVES = ["lognormal", "lognormal:24:1.3", "lognormal:24:-1:512", "lognormal:0:1:9", "lognormal:10:1:9"]
+
+
+@pytest.mark.parametrize("text", WRONG + WRONG_CURVES)
 def test_a_wrong_span_names_its_flag(text: str) -> None:
     with pytest.raises(UsageError, match="--input-len must"):
         parse_span(text, "--input-len")
@@ -52,3 +56,13 @@ def test_no_two_prompts_begin_alike() -> None:
     jobs = mixed_jobs(IDS, 64, Span(32, 32), Span(1, 1), seed=0)
     assert len({job.prompt[:8] for job in jobs}) == 64
     assert random_prompt(IDS, 8, "prefill/0/0") != random_prompt(IDS, 8, "prefill/0/1")
+
+
+def test_log_normal_lengths_have_their_median_and_spread() -> None:
+    span = parse_span("lognormal:24:1.3:512", "--output-len")
+    assert str(span) == "lognormal:24:1.3:512"
+    drawn = sorted(length for length, _ in mixed_lengths(20_000, span, Span(1, 1), seed=0))
+    # of a log-normal law half lie below the median, and 15.87 % above median x e^sigma = 88.06
+    assert drawn[10_000] in (23, 24, 25)
+    assert sum(length > 88 for length in drawn) / len(drawn) == pytest.approx(0.1587, abs=0.01)
+    assert (drawn[0], drawn[-1]) == (1, 512)  # cut, not drawn again
