@@ -18,12 +18,11 @@ from llmx.convert.gguf_importance import read_importance
 from llmx.convert.gguf_source import GgufSource, source_of
 from llmx.convert.gguf_types import MIXTURES, PLAIN, TOKENS, Asked, Choice, choose, in_order
 from llmx.errors import LlmxError, UsageError
-from llmx.formats.gguf_write import NUMBERS, UINT32, Entry, encode, part_paths, plan, write_parts
+from llmx.formats.gguf_write import NUMBERS, QUANTIZATION_VERSION, UINT32, Entry, encode, part_paths, plan, write_parts
 from llmx.formats.hub import Located
 from llmx.kernels import Kernels
 
 COPY = "copy"
-QUANTIZATION_VERSION = 2
 Tell = Callable[[int, int], None]
 Say = Callable[[str], None]
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from llmx.convert.gguf_about import about
 from llmx.convert.gguf_types import Sizes
 from llmx.convert.gguf_vocab import vocabulary
 from llmx.convert.plain import FLOATS, Plain, dense_dtype
@@ -22,7 +24,7 @@ from llmx.errors import UsageError
 from llmx.formats.checkpoint import Checkpoint, Stored
 from llmx.formats.fields import Fields
 from llmx.formats.gguf import stored_pairs
-from llmx.formats.gguf_write import encode
+from llmx.formats.gguf_write import QUANTIZATION_VERSION, UINT32, encode
 from llmx.formats.hub import Located
 from llmx.layers.gguf_form import GgufForm
 from llmx.models import Opened, open_model
@@ -31,6 +33,8 @@ from llmx.schemes import find
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 CHUNK = 1 << 20  # weights that are numbers at a time: few enough to stay in a cache
 TIED = "lm_head.weight"
+FILE_TYPES = {"F32": 0, "F16": 1, "BF16": 32}  # llama.cpp's numbers of what is not quantised
+NAMED_AS_IT_IS = ("phi3",)  # llama.cpp knows by "phi-3" in its name that its tokens swallow the spaces after them
 UNUSED = (".rotary_emb.inv_freq",)  # stored by old versions of transformers, and follow from the config
 
 
@@ -81,12 +85,17 @@ class FolderSource(GgufSource):
         self.notes += form.notes
         self._name_tensors(opened, form)
         rows = self.shapes["token_embd.weight"][0]
-        vocab = vocabulary(located.path, rows, pretokenizer)
+        named = opened.metadata.text("_name_or_path", None)
+        weights = sum(map(prod, self.shapes.values()))
+        name, said = about(located.path, named, weights, titled=form.architecture not in NAMED_AS_IT_IS)
+        vocab = vocabulary(located.path, rows, pretokenizer, name)
         self.notes += vocab.notes
         self.found_by = vocab.found_by
-        about = _about(opened, located.path, form)
-        written = about | form.pairs | {f"{form.architecture}.vocab_size": rows} | vocab.pairs
+        self.pairs |= {"general.architecture": encode(form.architecture), "general.type": encode("model")} | said
+        written = form.pairs | {f"{form.architecture}.vocab_size": rows} | vocab.pairs
         self.pairs |= {key: encode(value) for key, value in written.items()}
+        self.pairs["general.file_type"] = encode(FILE_TYPES[self._mostly()], UINT32)
+        self.pairs["general.quantization_version"] = encode(QUANTIZATION_VERSION, UINT32)
 
     def _name_tensors(self, opened: Opened, form: GgufForm) -> None:
         left_out = []
@@ -115,6 +124,13 @@ class FolderSource(GgufSource):
         if left_out:
             self.notes.append(f"{len(left_out)} tensors have no place in a GGUF file: {left_out[0]}...")
         self._complete(opened)
+
+    def _mostly(self) -> str:
+        """The kind that most weights have."""
+        sizes = Counter[str]()
+        for name, kind in self.kinds.items():
+            sizes[kind] += prod(self.shapes[name])
+        return sizes.most_common(1)[0][0]
 
     def _packed(self, name: str) -> bool:
         return not self._plain._entries[name].same
@@ -229,20 +245,6 @@ def _first(metadata: Mapping[str, Any], key: str, default: int) -> int:
     value = metadata.get(key, default)
     value = value[0] if isinstance(value, list) and value else value
     return value if isinstance(value, int) and value > 0 else default
-
-
-def _about(opened: Opened, folder: Path, form: GgufForm) -> dict[str, Any]:
-    """general.*: what the model is."""
-    named = opened.metadata.text("_name_or_path", "") if "_name_or_path" in opened.metadata else ""
-    about: dict[str, Any] = {
-        "general.architecture": form.architecture,
-        "general.type": "model",
-        "general.name": Path(named).name or folder.resolve().name,
-    }
-    card = folder / "README.md"
-    if card.is_file() and (license_ := re.search(r"^license: *([\w.-]+) *$", card.read_text("utf-8", "replace"), re.M)):
-        about["general.license"] = license_[1]
-    return about
 
 
 def source_of(located: Located, pretokenizer: str | None) -> GgufSource:

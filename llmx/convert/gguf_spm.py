@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,10 +74,14 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
             return value, at
 
 
-def scores_of_merges(merges: Sequence[Any], tokens: Sequence[str]) -> list[float]:
-    """-n for the token that the n-th new merge makes: SentencePiece merges what scores highest."""
+def scores_of_merges(merges: Sequence[Any], tokens: Sequence[str], made: Container[str]) -> list[float]:
+    """-n for the n-th token of `made` that a merge makes, as SentencePiece has it, which merges what scores highest."""
     ranks: dict[str, int] = {}
     for merge in merges:
         left, right = merge.split(" ") if isinstance(merge, str) else merge
-        ranks.setdefault(left + right, len(ranks))
-    return [-float(ranks[token]) if token in ranks else -float(len(ranks)) for token in tokens]
+        if left + right in made:
+            ranks.setdefault(left + right, len(ranks))
+    for token in tokens:  # characters, which nothing makes, come after all
+        if token in made:
+            ranks.setdefault(token, len(ranks))
+    return [-float(ranks.get(token, len(ranks))) for token in tokens]

@@ -18,7 +18,7 @@ from llmx.convert.texts import LIKE_ANY
 from llmx.errors import UsageError
 from llmx.formats.gguf_write import Value
 from llmx.tokenizer import load_tokenizer
-from llmx.tokenizer.gguf import from_gguf
+from llmx.tokenizer.gguf import ENDS, from_gguf
 from llmx.tokenizer.splits import SPLITS
 
 if TYPE_CHECKING:
@@ -56,8 +56,8 @@ class Vocabulary:
     notes: list[str] = field(default_factory=list)
 
 
-def vocabulary(folder: Path, rows: int, pretokenizer: str | None = None) -> Vocabulary:
-    """For a model whose embedding has `rows` rows. UsageError for a tokenizer that GGUF can't express."""
+def vocabulary(folder: Path, rows: int, pretokenizer: str | None = None, name: str = "") -> Vocabulary:
+    """For a model called `name` whose embedding has `rows` rows. UsageError for a tokenizer that GGUF can't express."""
     source = load_tokenizer(folder)
     backend = source.backend.inner  # type: ignore[attr-defined]
     spec = json.loads(backend.to_str())
@@ -69,13 +69,13 @@ def vocabulary(folder: Path, rows: int, pretokenizer: str | None = None) -> Voca
         )
     vocab = Vocabulary({}, "")
     tokens, kinds = _tokens(spec, rows, spm, folder, vocab.notes)
-    shared = _shared(spec, source, len(tokens))
+    shared = _shared(spec, source, tokens, kinds, vocab.notes)
     if spm:
         if pretokenizer is not None:
             raise UsageError("--pretokenizer is for byte-level tokenizers; this one is SentencePiece's.")
         pairs = _spm(folder, spec, tokens, kinds)
         vocab.pairs, vocab.found_by = pairs | shared, "SentencePiece"
-        _check(vocab, source, folder)
+        _check(vocab, source, folder, name)
         return vocab
     if pretokenizer is not None:
         if pretokenizer not in SPLITS:
@@ -87,7 +87,7 @@ def vocabulary(folder: Path, rows: int, pretokenizer: str | None = None) -> Voca
     pairs[KEY + "merges"] = [_merge(pair) for pair in spec["model"]["merges"]]
     vocab.pairs, vocab.found_by = pairs | shared, found_by
     if names[0] in SPLITS:
-        _check(vocab, source, folder, soft=pretokenizer is not None)
+        _check(vocab, source, folder, name, soft=pretokenizer is not None)
     return vocab
 
 
@@ -99,7 +99,11 @@ def _tokens(
     spec: Mapping[str, Any], rows: int, spm: bool, folder: Path, notes: list[str]
 ) -> tuple[list[str], list[int]]:
     """Every row's token and its type. Rows without one become `[PADi]`; tokens without a row are left out, and said."""
-    placed: dict[int, tuple[str, int]] = {i: (token, NORMAL) for token, i in spec["model"]["vocab"].items()}
+    # What was a GGUF file before has names for rows without a token, which are no tokens.
+    placed: dict[int, tuple[str, int]] = {
+        i: (token, UNUSED if token.rstrip("_") == f"[PAD{i}]" else NORMAL)
+        for token, i in spec["model"]["vocab"].items()
+    }
     unknown = spec["model"].get("unk_token")
     if spm:
         for i, (token, _) in list(placed.items()):
@@ -149,9 +153,15 @@ def _spm(folder: Path, spec: Mapping[str, Any], tokens: Sequence[str], kinds: Se
     """SentencePiece's BPE: scores from tokenizer.model where there is one, else from the order of the merges."""
     file = folder / "tokenizer.model"
     stored = read_model(file) if file.is_file() else None
-    scores = scores_of_merges(spec["model"]["merges"], tokens) if stored is None else stored.scores(tokens)
+    if stored is None:
+        normal = {token for token, kind in zip(tokens, kinds, strict=True) if kind == NORMAL}
+        scores = scores_of_merges(spec["model"]["merges"], tokens, normal)
+    else:
+        scores = stored.scores(tokens)
     for i, kind in enumerate(kinds):
-        if kind in (CONTROL, USER_DEFINED, UNUSED):
+        if stored is None and kind in (UNKNOWN, BYTE):
+            scores[i] = 0.0
+        elif kind in (CONTROL, USER_DEFINED, UNUSED):
             scores[i] = -10000.0 if kind == UNUSED else -1000.0
     return {
         KEY + "model": "llama",
@@ -180,9 +190,12 @@ def _steps(step: Any, inner: str) -> list[Mapping[str, Any]]:
     return list(step[inner]) if step.get("type") == "Sequence" else [step]
 
 
-def _shared(spec: Mapping[str, Any], source: Tokenizer, count: int) -> dict[str, Value]:
+def _shared(
+    spec: Mapping[str, Any], source: Tokenizer, tokens: Sequence[str], kinds: Sequence[int], notes: list[str]
+) -> dict[str, Value]:
     """Special tokens, what is put around a text, and templates."""
     pairs: dict[str, Value] = {}
+    count = len(tokens)
     ids = {added["content"]: added["id"] for added in spec["added_tokens"]} | dict(spec["model"]["vocab"])
     specials = source.specials
     for key, name in NAMED.items():
@@ -193,9 +206,13 @@ def _shared(spec: Mapping[str, Any], source: Tokenizer, count: int) -> dict[str,
     ends = [i for i in sorted(source.eos_ids) if i < count]
     if ends and KEY + "eos_token_id" not in pairs:
         pairs[KEY + "eos_token_id"] = ends[0]
-    others = [i for i in ends if i != pairs.get(KEY + "eos_token_id")]
+    # Readers of GGUF files take these for ends by their texts; the rest has two keys.
+    known = {i for i, token in enumerate(tokens) if token in ENDS and kinds[i] in (CONTROL, UNKNOWN)}
+    others = sorted({*ends, *known} - {pairs.get(KEY + "eos_token_id")}, key=lambda i: (i in known, i))
     for name, i in zip(("eot", "eom"), others, strict=False):
         pairs[f"{KEY}{name}_token_id"] = i
+    if lost := [i for i in others[2:] if i not in known]:
+        notes.append(f"{len(lost)} more tokens end a text, which the file has no key for: {tokens[lost[0]][:40]!r}...")
     pairs[KEY + "add_bos_token"] = source.add_bos
     around = source.encode("a")
     eos = pairs.get(KEY + "eos_token_id")
@@ -211,13 +228,13 @@ def _shared(spec: Mapping[str, Any], source: Tokenizer, count: int) -> dict[str,
     return pairs
 
 
-def _check(vocab: Vocabulary, source: Tokenizer, folder: Path, soft: bool = False) -> None:
+def _check(vocab: Vocabulary, source: Tokenizer, folder: Path, name: str, soft: bool = False) -> None:
     """What was made reads texts as the source does. UsageError, or with `soft` a note, where it does not.
 
     SentencePiece's readers put a space in front of every stretch of text; where transformers does not double one that
     is there, and around special tokens, that is a note too.
     """
-    made = from_gguf(vocab.pairs, str(folder))
+    made = from_gguf({**vocab.pairs, "general.name": name}, str(folder))
     spm = vocab.pairs[KEY + "model"] == "llama"
     added = source.backend.added.values()
     noted = False

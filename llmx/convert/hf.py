@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from llmx.convert.folder import check_taken, put_in_place
+from llmx.convert.gguf_about import card_of, generation_of
 from llmx.convert.plain import FLOATS, Plain, bytes_of, plain_dtype
 from llmx.convert.texts import LIKE_ANY, tokenizer_texts, write_texts
 from llmx.errors import LlmxError, UsageError
@@ -63,8 +64,11 @@ def as_hf(located: Located, dtype: torch.dtype | None) -> Files:
     plain = Plain(opened, dtype, offset=parsed.unit_offset and not opened.config.unit_offset)
     name = config["architectures"][0]
     made = Opened(read, name, parsed, plain, Names({}, {}), Fields(config, "config.json"), config["torch_dtype"])
-    texts = {"config.json": _json(config), "generation_config.json": _json(_generation(config, tokenizer))}
+    sampling = generation_of(opened.metadata)
+    texts = {"config.json": _json(config), "generation_config.json": _json(_generation(config, tokenizer) | sampling)}
     texts |= {} if tokenizer is None else tokenizer_texts(tokenizer, parsed.max_position)
+    if (card := card_of(opened.metadata)) is not None:
+        texts["README.md"] = card
     return Files(made, texts, plain.left_out)
 
 

@@ -20,6 +20,7 @@ from llmx.errors import LlmxError, UsageError
 from llmx.formats.gguf import ARRAY, BOOL, SCALARS, STRING, TYPES
 
 ALIGNMENT = 32
+QUANTIZATION_VERSION = 2  # of the layouts of quantised types: llama.cpp refuses others
 NUMBERS = {name: (number, block, block_bytes) for number, (name, block, block_bytes) in TYPES.items()}
 UINT16, UINT32, INT32, FLOAT32, INT64 = 2, 4, 5, 6, 11
 Value = bool | int | float | str | Sequence[int] | Sequence[float] | Sequence[str] | Sequence[bool]

@@ -123,7 +123,7 @@ def rope_from_hf(
         raise UsageError(f"{fields.where}: partial_rotary_factor is {share}; this architecture turns whole heads.")
     rotated = _rotated(head_dim, share)
     if scaling is None:
-        return RopeConfig(theta, rotated)
+        return RopeConfig(theta, rotated, original=original or position)
     theta = scaling.number("rope_theta", theta, low=1)
     kind = scaling.text("rope_type", "") or scaling.text("type", "default")
     if kind == "su" or (kind == "yarn" and "short_factor" in scaling):  # Phi-3's first names for it

@@ -21,7 +21,7 @@ from llmx.tokenizer.tokenizer import Tokenizer
 _KEY, _TEMPLATE = "tokenizer.ggml.", "tokenizer.chat_template"
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # values of tokenizer.ggml.token_type
 # A file names one end token; a model may have more of them, which only their texts tell.
-_ENDS = {
+ENDS = {
     *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "<end_of_turn>"),
     *("<EOT>", "[EOT]", "[EOS]", "<end_of_utterance>", "<｜end▁of▁sentence｜>"),
 }
@@ -58,7 +58,7 @@ def from_gguf(metadata: Mapping[str, Any], where: str) -> Tokenizer:
         backend = _byte_level(tokens, fields.strings(_KEY + "merges"), split, added, where)
         spelling = Spelling(byte_level=True)
     ends = {ids["eos"], ids["eot"], ids["eom"]}
-    ends |= {i for i, token in added if token.special and token.content in _ENDS}
+    ends |= {i for i, token in added if token.special and token.content in ENDS}
     specials = {name: tokens[i] for name, key in _SPECIALS.items() if (i := ids[key]) is not None}
     eos_id = ids["eos"] if fields.boolean(_KEY + "add_eos_token", False) else None
     return Tokenizer(

@@ -136,7 +136,7 @@ def test_scores_come_from_sentencepieces_own_file(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.model").write_bytes(b"\x0a\xff\xff")
     with pytest.raises(UsageError, match="is no SentencePiece model: it is damaged"):
         read_model(tmp_path / "tokenizer.model")
-    assert scores_of_merges(["a b", ["ab", "c"]], ["abc", "ab", "x"]) == [-1.0, 0.0, -2.0]
+    assert scores_of_merges(["a b", "b c", ["ab", "c"]], ["abc", "ab", "x"], {"ab", "abc"}) == [-1.0, 0.0, -2.0]
 
 
 def test_rows_and_tokens_need_not_be_as_many(tmp_path: Path) -> None:
