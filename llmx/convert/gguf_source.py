@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -49,6 +49,7 @@ class GgufSource(ABC):
         self.nbytes = 0
         self.notes: list[str] = []
         self.found_by = "the file"  # its tokenizer's name
+        self.stored_order: Sequence[str] = ()  # of a GGUF file's tensors
 
     @abstractmethod
     def numbers(self, name: str) -> Iterator[Tensor]:
@@ -214,6 +215,7 @@ class FileSource(GgufSource):
             {key: raw for key, raw in stored_pairs(checkpoint.path).items() if not key.startswith("split.")},
         )
         self._checkpoint: Checkpoint = checkpoint
+        self.stored_order = tuple(checkpoint.names())
         for name in checkpoint.names():
             stored = checkpoint.stored(name)
             self.shapes[name], self.kinds[name] = stored.shape, stored.kind

@@ -71,18 +71,19 @@ def _text(value: str) -> bytes:
 
 @dataclass(frozen=True)
 class Part:
-    """One file: its header (metadata, table, padding) and its tensors."""
+    """One file: its header (metadata, table, padding) and its tensors, each padded to whole `alignment` bytes."""
 
     header: bytes
     entries: Sequence[Entry]
+    alignment: int
 
     @property
     def nbytes(self) -> int:
-        return len(self.header) + sum(padded(entry.nbytes) for entry in self.entries)
+        return len(self.header) + sum(padded(entry.nbytes, self.alignment) for entry in self.entries)
 
 
-def padded(count: int) -> int:
-    return -(-count // ALIGNMENT) * ALIGNMENT
+def padded(count: int, alignment: int = ALIGNMENT) -> int:
+    return -(-count // alignment) * alignment
 
 
 def plan(metadata: Mapping[str, bytes], entries: Sequence[Entry], most: int | None = None) -> list[Part]:
@@ -94,7 +95,7 @@ def plan(metadata: Mapping[str, bytes], entries: Sequence[Entry], most: int | No
             groups.append([])
         groups[-1].append(entry)
     if len(groups) == 1:
-        return [Part(_header(metadata, entries), entries)]
+        return [_part(metadata, entries)]
     parts = []
     for index, group in enumerate(groups):
         split = {
@@ -102,20 +103,22 @@ def plan(metadata: Mapping[str, bytes], entries: Sequence[Entry], most: int | No
             "split.count": encode(len(groups), UINT16),
             "split.tensors.count": encode(len(entries), INT32),
         }
-        parts.append(Part(_header({**(metadata if index == 0 else {}), **split}, group), group))
+        parts.append(_part({**(metadata if index == 0 else {}), **split}, group))
     return parts
 
 
-def _header(metadata: Mapping[str, bytes], entries: Sequence[Entry]) -> bytes:
+def _part(metadata: Mapping[str, bytes], entries: Sequence[Entry]) -> Part:
+    own = metadata.get("general.alignment")  # of a file that is copied
+    alignment = ALIGNMENT if own is None else int(struct.unpack_from("<" + SCALARS[own[0]], own, 4)[0])
     table = []
-    offsets = [0, *accumulate(padded(entry.nbytes) for entry in entries)]
+    offsets = [0, *accumulate(padded(entry.nbytes, alignment) for entry in entries)]
     for entry, offset in zip(entries, offsets, strict=False):
         dims = entry.shape[::-1]
         table.append(_text(entry.name) + struct.pack(f"<I{len(dims)}Q", len(dims), *dims))
         table.append(struct.pack("<IQ", NUMBERS[entry.kind][0], offset))
     pairs = [_text(key) + value for key, value in metadata.items()]
     head = b"GGUF" + struct.pack("<IQQ", 3, len(entries), len(metadata)) + b"".join([*pairs, *table])
-    return head + bytes(padded(len(head)) - len(head))
+    return Part(head + bytes(padded(len(head), alignment) - len(head)), entries, alignment)
 
 
 def part_paths(path: Path, count: int) -> list[Path]:
@@ -156,7 +159,7 @@ def _write(file: BinaryIO, part: Part, data: Callable[[Entry], Iterator[memoryvi
             file.write(piece)
             written += piece.nbytes
         assert written == entry.nbytes, f"{entry.name}: {written} bytes came for {entry.nbytes}"
-        file.write(bytes(padded(written) - written))
+        file.write(bytes(padded(written, part.alignment) - written))
 
 
 def _sync(folder: Path) -> None:

@@ -1,0 +1,102 @@
+"""What GGUF files are made from: quantised checkpoints of every format, and GGUF files themselves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from quantised import METHODS, twins
+from tiny_models import Saved, every_tiny, make
+
+from llmx.convert.gguf_run import Wanted, convert
+from llmx.convert.gguf_types import Asked
+from llmx.formats.hub import Located
+from tests.unit.test_convert_gguf import with_tokenizer
+
+TINIES = {tiny.name: tiny for tiny in every_tiny()}
+SAYS: list[str] = []
+
+
+def converted(source: Path, out: Path, kind: str, **options: Any) -> gguf.GGUFReader:
+    wanted = Wanted(Asked(kind), out, **options)
+    located = Located("gguf" if source.is_file() else "hf", source, source.name)
+    results = convert(located, wanted, lambda done, total: None, SAYS.append)
+    return gguf.GGUFReader(results["paths"][0])
+
+
+def tensors(reader: gguf.GGUFReader) -> dict[str, tuple[Any, bytes]]:
+    return {tensor.name: (tensor.tensor_type, tensor.data.tobytes()) for tensor in reader.tensors}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Saved]:
+    """Llama permutes rows of q and k; Qwen2 has biases; Phi-3 has q, k and v in one, and a head of its own."""
+    torch.set_num_threads(1)
+    names = ("Llama-0", "Qwen2-0", "Phi3-0")
+    return {name: make(TINIES[name], tmp_path_factory.mktemp("tiny") / name) for name in names}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", ["Llama-0", "Qwen2-0", "Phi3-0"])
+def test_packed_weights_become_the_numbers_that_they_stand_for(
+    name: str, method: str, saved: dict[str, Saved], tmp_path: Path
+) -> None:
+    packed, plain = twins(saved[name], method, tmp_path)
+    with_tokenizer(packed), with_tokenizer(plain)
+    for kind in ("f32", "q4_0"):
+        found = tensors(converted(packed, tmp_path / f"packed-{kind}.gguf", kind))
+        wanted = tensors(converted(plain, tmp_path / f"plain-{kind}.gguf", kind))
+        assert found.keys() == wanted.keys()
+        for tensor, (stored, data) in wanted.items():
+            assert found[tensor][0] == stored
+            if kind == "f32":  # a scale times a code is rounded once, to a number that may be stored as float16
+                ours, theirs = (np.frombuffer(raw, np.float32) for raw in (found[tensor][1], data))
+                assert np.allclose(ours, theirs, rtol=1e-6, atol=0), tensor
+            else:
+                assert found[tensor][1] == data, tensor
+
+
+def test_a_copy_is_the_same_byte_for_byte_split_or_not(saved: dict[str, Saved], tmp_path: Path) -> None:
+    folder = with_tokenizer(saved["Qwen2-0"].folder)
+    converted(folder, tmp_path / "a.gguf", "q4_k_m")
+    first = (tmp_path / "a.gguf").read_bytes()
+    converted(tmp_path / "a.gguf", tmp_path / "b.gguf", "copy")
+    assert (tmp_path / "b.gguf").read_bytes() == first
+    converted(tmp_path / "a.gguf", tmp_path / "c.gguf", "copy", most=50_000)
+    parts = sorted(tmp_path.glob("c-*.gguf"))
+    assert len(parts) > 1
+    converted(parts[0], tmp_path / "d.gguf", "copy")
+    assert (tmp_path / "d.gguf").read_bytes() == first
+
+
+def test_a_file_of_another_writer_keeps_its_order_its_metadata_and_its_alignment(tmp_path: Path) -> None:
+    """What llmx has no model for, with keys of all types and more padding between tensors than llmx puts there."""
+    writer = gguf.GGUFWriter(tmp_path / "a.gguf", "somearch")
+    writer.add_uint64("somearch.large", 2**63)
+    writer.add_float64("somearch.double", 0.1)
+    writer.add_array("somearch.list", [1, -2])
+    writer.add_key_value("somearch.bytes", [1, 255], gguf.GGUFValueType.ARRAY, gguf.GGUFValueType.UINT8)
+    writer.add_custom_alignment(64)
+    for name in ("z.weight", "a.weight", "blk.0.odd.bias"):
+        writer.add_tensor(name, np.ones((3,), np.float32))
+    writer.add_tensor("experts", np.arange(6, dtype=np.int32).reshape(1, 2, 3))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    converted(tmp_path / "a.gguf", tmp_path / "b.gguf", "copy")
+    assert (tmp_path / "b.gguf").read_bytes() == (tmp_path / "a.gguf").read_bytes()
+
+
+def test_a_file_is_numbered_by_what_it_mostly_holds(saved: dict[str, Saved], tmp_path: Path) -> None:
+    folder = with_tokenizer(saved["Llama-0"].folder)
+    for kind, number in {"f32": 0, "f16": 1, "bf16": 32, "q8_0": 7, "q4_k_m": 15, "copy": 0}.items():
+        fields = converted(folder, tmp_path / f"{kind}.gguf", kind).fields
+        assert fields["general.file_type"].contents() == number
+        assert fields["general.quantization_version"].contents() == gguf.GGML_QUANT_VERSION
+    fields = converted(tmp_path / "f16.gguf", tmp_path / "again.gguf", "q5_0").fields
+    assert fields["general.file_type"].contents() == 8
