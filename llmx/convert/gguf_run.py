@@ -87,7 +87,7 @@ def _about_importance(wanted: Wanted, count: int) -> dict[str, bytes]:
 def _entries(source: GgufSource, asked: Asked) -> tuple[list[Entry], dict[str, Choice]]:
     names = sorted(source.shapes, key=in_order)
     if asked.mixture == COPY:
-        names = source.stored_order or names
+        names = list(source.stored_order) or names
         return [Entry(name, source.kinds[name], source.shapes[name]) for name in names], {}
     choices = choose(source.shapes, source.sizes, asked)
     kinds = {name: choices[name].kind if name in choices else source.kept(name) for name in names}

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from quantised import METHODS, twins
 from tiny_models import Saved, every_tiny, make
+from tiny_models import save as save_model
 
 from llmx.convert.gguf_run import Wanted, convert
 from llmx.convert.gguf_types import Asked
@@ -100,3 +103,61 @@ def test_a_file_is_numbered_by_what_it_mostly_holds(saved: dict[str, Saved], tmp
         assert fields["general.quantization_version"].contents() == gguf.GGML_QUANT_VERSION
     fields = converted(tmp_path / "f16.gguf", tmp_path / "again.gguf", "q5_0").fields
     assert fields["general.file_type"].contents() == 8
+
+
+def test_a_shared_head_makes_no_tensor_whether_it_is_stored_or_not(saved: dict[str, Saved], tmp_path: Path) -> None:
+    """https://github.com/sgl-project/sglang/issues/2935"""
+    of = saved["Llama-0"]
+    folder = tmp_path / "model"
+    stored = {**of.tensors, "lm_head.weight": of.tensors["model.embed_tokens.weight"].clone()}
+    save_model(folder, of.config | {"tie_word_embeddings": True}, None, like=of.folder)
+    files = {}
+    for name in ("stored", "not", "another"):
+        (folder / "model.safetensors").unlink()
+        held = {n: t for n, t in stored.items() if name != "not" or n != "lm_head.weight"}
+        if name == "another":
+            held["lm_head.weight"] = held["lm_head.weight"] + 1
+        safetensors.torch.save_file(held, folder / "model.safetensors")
+        SAYS.clear()
+        converted(with_tokenizer(folder), tmp_path / f"{name}.gguf", "f32")
+        files[name] = (tmp_path / f"{name}.gguf").read_bytes()
+        assert any("lm_head.weight differs from the embedding" in said for said in SAYS) == (name == "another")
+    assert files["stored"] == files["not"] == files["another"]
+    assert "output.weight" not in {tensor.name for tensor in gguf.GGUFReader(tmp_path / "not.gguf").tensors}
+
+
+@pytest.mark.parametrize("name", ["Llama-0", "Qwen2-0"])
+def test_biases_are_those_of_the_source_and_no_others(name: str, saved: dict[str, Saved], tmp_path: Path) -> None:
+    """https://github.com/AutoGPTQ/AutoGPTQ/issues/555"""
+    packed, _ = twins(saved[name], "awq", tmp_path)
+    found = {n for n in tensors(converted(with_tokenizer(packed), tmp_path / "m.gguf", "q8_0")) if n.endswith("bias")}
+    layers = range(saved[name].config["num_hidden_layers"])
+    assert found == ({f"blk.{i}.attn_{part}.bias" for i in layers for part in "qkv"} if name == "Qwen2-0" else set())
+
+
+def test_longrope_in_the_styles_of_both_versions_makes_one_file(tmp_path: Path) -> None:
+    """https://github.com/ggml-org/llama.cpp/issues/24820"""
+    of = make(TINIES["Phi3-1"], tmp_path / "model")
+    with_tokenizer(of.folder)
+    converted(of.folder, tmp_path / "five.gguf", "f32")
+    parameters = dict(of.config["rope_parameters"])
+    four = {key: value for key, value in of.config.items() if key != "rope_parameters"}
+    four |= {"rope_theta": parameters.pop("rope_theta"), "original_max_position_embeddings": 128}
+    four |= {"partial_rotary_factor": parameters.pop("partial_rotary_factor")}
+    scaling = {"type": "longrope", "short_factor": parameters["short_factor"], "long_factor": parameters["long_factor"]}
+    (of.folder / "config.json").write_text(json.dumps(four | {"rope_scaling": scaling}))
+    converted(of.folder, tmp_path / "four.gguf", "f32")
+    assert (tmp_path / "four.gguf").read_bytes() == (tmp_path / "five.gguf").read_bytes()
+    assert {"rope_factors_long.weight", "rope_factors_short.weight"} <= {
+        tensor.name for tensor in gguf.GGUFReader(tmp_path / "four.gguf").tensors
+    }
+
+
+def test_a_vocabulary_padded_to_64_has_a_token_for_every_row(saved: dict[str, Saved], tmp_path: Path) -> None:
+    """https://github.com/ggml-org/llama.cpp/issues/3442"""
+    of = saved["Llama-0"]
+    rows = of.config["vocab_size"]
+    reader = converted(with_tokenizer(of.folder), tmp_path / "m.gguf", "f32")
+    tokens = reader.fields["tokenizer.ggml.tokens"].contents()
+    shapes = {tensor.name: tensor.shape.tolist() for tensor in reader.tensors}
+    assert len(tokens) == len(set(tokens)) == rows == shapes["token_embd.weight"][1]

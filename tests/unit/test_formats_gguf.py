@@ -160,6 +160,8 @@ BAD: dict[str, tuple[bytes, str]] = {
     "bad magic": (wf.gguf(magic=b"GGML"), "is not a GGUF file: it begins with b'GGML'"),
     "three bytes": (b"GGU", "is not a GGUF file"),
     "only the magic": (b"GGUF", "the version takes 4 bytes"),
+    "version 0": (wf.gguf(version=0), "GGUF version 0"),
+    "version 4": (wf.gguf(version=4), "GGUF version 4"),
     "version 1": (wf.gguf(version=1), "GGUF version 1"),
     "big-endian": (wf.gguf(version=0x03000000), "big-endian"),
     "header cut": (wf.gguf()[:20], "the metadata count takes 8 bytes"),
@@ -216,6 +218,19 @@ BAD: dict[str, tuple[bytes, str]] = {
     "crooked offset": (wf.gguf([], [Tensor(offset=4)], floats(64)), "no multiple of the alignment 32"),
     "offset past the end": (wf.gguf([], [Tensor(offset=2**40)], floats(32)), "would end at byte"),
     "offset that wraps": (wf.gguf([], [Tensor(offset=2**64 - 32)], floats(32)), "would end at byte"),
+    "size that wraps": (wf.gguf([], [Tensor(dims=(2**62 - 1,))], floats(32)), "would end at byte"),
+    "sizes whose sum wraps": (
+        wf.gguf([], [Tensor("a", dims=(2**61,)), Tensor("b", dims=(2**61,), offset=2**63)], floats(32)),
+        "would end at byte",
+    ),
+    "another alignment than it says": (
+        wf.gguf([wf.u32("general.alignment", 64)], [Tensor("a"), Tensor("b", offset=32)], floats(64)),
+        "no multiple of the alignment 64",
+    ),
+    "alignment below 0": (
+        wf.gguf([wf.pair("general.alignment", 5, b"\xe0\xff\xff\xff")]),
+        "general.alignment must be a whole number between",
+    ),
     "data cut": (wf.gguf([], ONE, floats(31)), "would end at byte"),
     "no data": (wf.gguf([], ONE), "would end at byte"),
     "same place": (wf.gguf([], [Tensor("a"), Tensor("b")], floats(32)), "tensors 'a' and 'b' overlap"),
