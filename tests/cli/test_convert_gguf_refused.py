@@ -62,7 +62,7 @@ def refused(ran: Result) -> str:
 @pytest.mark.parametrize("name", BAD)
 def test_a_damaged_file_is_not_converted(name: str, tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_bytes(BAD[name][0])
-    with pytest.raises(UsageError, match="model.gguf"):
+    with pytest.raises(UsageError, match=r"model\.gguf"):
         convert(
             Located("gguf", tmp_path / "model.gguf", "model.gguf"),
             Wanted(Asked("copy"), tmp_path / "out.gguf"),
@@ -121,12 +121,16 @@ FOLDERS: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda f: tensors(f, lambda t: t.update({UP: t[UP][:-1].contiguous()})),
         "blk.1.ffn_up.weight would be (95, 64)",
     ),
-    "a tensor of whole numbers": (lambda f: tensors(f, lambda t: t.update({UP: t[UP].to(torch.int64)})), "is stored as weight (I64)"),
+    "a tensor of whole numbers": (
+        lambda f: tensors(f, lambda t: t.update({UP: t[UP].to(torch.int64)})), "is stored as weight (I64)",
+    ),
     "a layer too many": (lambda f: changed(f, "config.json", num_hidden_layers=2), "blk.2"),
     "no tokenizer": (lambda f: (f / "tokenizer.json").unlink(), "tokenizer"),
     "tokenizer cut": (lambda f: (f / "tokenizer.json").write_text('{"model": {'), "tokenizer.json"),
     "tokenizer without merges": (lambda f: vocabulary(f, lambda s: s["model"].pop("merges")), "tokenizer.json"),
-    "merges of no tokens": (lambda f: vocabulary(f, lambda s: s["model"]["merges"].append(["q", "zz"])), "tokenizer.json"),
+    "merges of no tokens": (
+        lambda f: vocabulary(f, lambda s: s["model"]["merges"].append(["q", "zz"])), "tokenizer.json",
+    ),
     "more tokens than rows": (
         lambda f: vocabulary(f, lambda s: s["model"]["vocab"].update({f"more{i}": 430 + i for i in range(30)})),
         "the tokenizer has 460 tokens, the embedding 448 rows",

@@ -43,8 +43,10 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Saved]:
     return {name: make(TINIES[name], tmp_path_factory.mktemp("tiny") / name) for name in names}
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("name", ["Llama-0", "Qwen2-0", "Phi3-0"])
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [*(("Llama-0", method) for method in METHODS), ("Qwen2-0", "awq"), ("Phi3-0", "gptq act-order")],
+)
 def test_packed_weights_become_the_numbers_that_they_stand_for(
     name: str, method: str, saved: dict[str, Saved], tmp_path: Path
 ) -> None:
