@@ -12,21 +12,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import socket
-import subprocess
 import sys
 import tempfile
-import time
-import urllib.error
 import urllib.request
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from _llama_cpp import EXACT, as_f32, llama_server
 
 from llmx import LLM, SamplingParams
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 PROMPTS = (
     "The capital of France is",
@@ -35,31 +29,6 @@ PROMPTS = (
     "Water boils at",
     "Die drei größten Städte Deutschlands sind",
 )
-
-
-@contextmanager
-def llama_server(binary: str, model: str, threads: int, *more: str) -> Iterator[str]:
-    """The server on a free loopback port; its URL once it is healthy."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    address = ["--host", "127.0.0.1", "--port", str(port)]
-    command = [binary, "-m", model, *address, "-c", "2048", "-t", str(threads), "-np", "1", *more]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    url = f"http://127.0.0.1:{port}"
-    try:
-        for _ in range(600):
-            if process.poll() is not None:
-                raise SystemExit(f"{binary} ended with exit code {process.returncode}")
-            try:
-                urllib.request.urlopen(f"{url}/health", timeout=1).close()
-                break
-            except (urllib.error.URLError, OSError):
-                time.sleep(0.1)
-        yield url
-    finally:
-        process.terminate()
-        process.wait()
 
 
 def greedy(url: str, prompt: list[int], count: int) -> list[int]:
@@ -92,27 +61,6 @@ def compare(llm: LLM, url: str, text: str, count: int) -> dict[str, Any]:
     return result
 
 
-def as_f32(model: str, folder: str) -> str:
-    """The same GGUF with every weight as the F32 number that it stands for."""
-    import gguf
-
-    reader = gguf.GGUFReader(model)
-    path = str(Path(folder) / "f32.gguf")
-    writer = gguf.GGUFWriter(path, reader.fields["general.architecture"].contents())
-    for name, field in reader.fields.items():
-        if name.startswith("GGUF.") or name == "general.architecture":
-            continue
-        kind, *inner = field.types
-        writer.add_key_value(name, field.contents(), kind, inner[-1] if inner else None)
-    for tensor in reader.tensors:
-        writer.add_tensor(tensor.name, gguf.dequantize(tensor.data, tensor.tensor_type).astype("float32"))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="+")
@@ -127,7 +75,7 @@ def main() -> None:
         with LLM(model, dtype="float32", kv_cache_bytes=2**29) as llm, tempfile.TemporaryDirectory() as folder:
             runs = [("as stored", model, ())]
             if options.exact:
-                runs.append(("as F32", as_f32(model, folder), ("-ctk", "f32", "-ctv", "f32", "-fa", "off")))
+                runs.append(("as F32", as_f32(model, Path(folder) / "f32.gguf"), EXACT))
             for weights, path, flags in runs:
                 with llama_server(options.server, path, options.threads, *flags) as url:
                     for text in PROMPTS:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from _common import publish, say
+from _llama_cpp import EXACT, as_f32
 
 from llmx.config import EngineConfig
 from llmx.evals.logits_file import LogitsFile
@@ -33,7 +34,6 @@ from llmx.evals.text import read_file
 from llmx.formats.hub import locate
 from llmx.report import Report
 
-EXACT = ("-ctk", "f32", "-ctv", "f32", "-fa", "off")
 _FIGURES = {
     "perplexity": r"Final estimate: PPL = ([\d.]+) \+/- ([\d.]+)",
     "perplexity_kld": r"Mean PPL\(Q\)\s*:\s*([\d.]+) ±\s*([\d.]+)",
@@ -71,29 +71,6 @@ def llmx(options: argparse.Namespace, model: str, activations: str = "bf16", **p
     return found.results()
 
 
-def as_f32(model: str, path: Path, rounded: bool) -> str:
-    """The same GGUF with every weight as the F32 number that it stands for, or that it becomes in Q4_0 blocks."""
-    import gguf
-
-    reader = gguf.GGUFReader(model)
-    writer = gguf.GGUFWriter(path, reader.fields["general.architecture"].contents())
-    for name, field in reader.fields.items():
-        if not name.startswith("GGUF.") and name != "general.architecture":
-            kind, *inner = field.types
-            writer.add_key_value(name, field.contents(), kind, inner[-1] if inner else None)
-    q4_0 = gguf.GGMLQuantizationType.Q4_0
-    for tensor in reader.tensors:
-        weights = gguf.dequantize(tensor.data, tensor.tensor_type).astype("float32")
-        if rounded and weights.ndim == 2 and weights.shape[1] % 32 == 0 and tensor.name != "token_embd.weight":
-            weights = gguf.dequantize(gguf.quantize(weights, q4_0), q4_0)
-        writer.add_tensor(tensor.name, weights)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return str(path)
-
-
 def kld_of(results: dict[str, Any]) -> dict[str, list[float]]:
     """Ours under the names of `_FIGURES`, in its units."""
     kld, delta, same = results["kld"], results["delta_p"], results["same_top"]
@@ -118,7 +95,7 @@ def kld_of(results: dict[str, Any]) -> dict[str, list[float]]:
 def compare(options: argparse.Namespace, model: str, folder: Path) -> dict[str, Any]:
     chunks, text = ("--chunks", str(options.chunks)), ("-f", options.text)
     paths = {name: folder / name for name in ("f32.logits", "ours.logits")}
-    full = as_f32(model, folder / "f32.gguf", rounded=False)
+    full = as_f32(model, folder / "f32.gguf")
     rounded = as_f32(model, folder / "rounded.gguf", rounded=True)
 
     say(f"{model}: as stored")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 from llmx.tokenizer.pieces import BYTE_ALPHABET
@@ -11,30 +13,37 @@ TEXTS = (
     "Hello, World's 1234567 they'LL  do\tit!!\n\n  if (x_1 >= 42) {return a.b;} // 3.14…\r\n   \n end  ",
     "naïve Ünïted 你好 世界123 ｶﾅ かな ١٢٣ Привет МИР। नमस्ते ok<|x|>'s $5+`y`~ ½ 🦙🦙.cpp v2 camelCase HTTPServer  ",
 )
+END = "</s>"  # llama.cpp takes it for a control token, whatever a file says
 SPELLED = {byte: character for character, byte in BYTE_ALPHABET.items()}
 
 
-def byte_level(pre: str, **more: Any) -> dict[str, Any]:
-    """All bytes; each two neighbours in `TEXTS` as a token, and each two of those: nothing stands for itself only."""
-    tokens = [SPELLED[byte] for byte in range(256)]
+@cache
+def joined(texts: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """(tokens, merges): all bytes; each two neighbours in the texts, and each two of those."""
+    tokens = dict.fromkeys(SPELLED[byte] for byte in range(256))
     merges = []
     for size in (1, 2):
-        for text in TEXTS:
+        for text in texts:
             spelled = "".join(SPELLED[byte] for byte in text.encode())
             for n in range(len(spelled) - 2 * size + 1):
                 left, right = spelled[n : n + size], spelled[n + size : n + 2 * size]
-                if left + right not in tokens:
-                    tokens.append(left + right)
+                if left + right not in tokens and left + right != END:
+                    tokens[left + right] = None
                     merges.append(f"{left} {right}")
-    tokens.append("<|x|>")
+    return tuple(tokens), tuple(merges)
+
+
+def byte_level(pre: str, texts: Sequence[str] = TEXTS, **more: Any) -> dict[str, Any]:
+    """A vocabulary of the texts' own neighbours: where their words end, and nothing stands for itself only."""
+    tokens, merges = joined(texts)
     return {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": pre,
-        "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.token_type": [1] * (len(tokens) - 1) + [3],
-        "tokenizer.ggml.merges": merges,
-        "tokenizer.ggml.bos_token_id": len(tokens) - 1,
-        "tokenizer.ggml.eos_token_id": len(tokens) - 1,
+        "tokenizer.ggml.tokens": [*tokens, "<|x|>"],
+        "tokenizer.ggml.token_type": [1] * len(tokens) + [3],
+        "tokenizer.ggml.merges": list(merges),
+        "tokenizer.ggml.bos_token_id": len(tokens),
+        "tokenizer.ggml.eos_token_id": len(tokens),
     } | {f"tokenizer.{key}": value for key, value in more.items()}
 
 
