@@ -461,7 +461,10 @@ void quantize_some(void* context, int64_t task, int) {
 template <class Kind>
 void run(Job& job, int threads) {
   job.each = 1 + 16384 / (job.inputs + 1);
-  llmx_pool::each(quantize_some<Kind>, &job, (job.count + job.each - 1) / job.each, threads);
+  const int64_t tasks = (job.count + job.each - 1) / job.each;
+  if (threads > 1) return llmx_pool::each(quantize_some<Kind>, &job, tasks, threads);
+  // Callers with threads of their own don't wait for the pool, whose scratch memory isn't used here.
+  for (int64_t task = 0; task < tasks; ++task) quantize_some<Kind>(&job, task, 0);
 }
 
 }  // namespace

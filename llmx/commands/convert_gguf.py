@@ -104,7 +104,7 @@ def convert_gguf(
     most = None if split_max_size is None else parse_size(split_max_size)
     o.writable(None if json == Path("-") else json)
     ready(model)
-    known = identity(model)
+    known = {} if json is None else identity(model)  # reads files whole that weren't hashed before
     from llmx.convert.gguf_run import DEFINITIONS, Wanted, convert, lines
     from llmx.convert.hf import short_name
     from llmx.device import use_threads, yield_while_waiting

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from llmx.convert.gguf_importance import read_importance
-from llmx.convert.gguf_source import GgufSource, source_of
+from llmx.convert.gguf_source import GgufSource, Rows, source_of
 from llmx.convert.gguf_types import MIXTURES, PLAIN, TOKENS, Asked, Choice, choose, in_order
 from llmx.errors import LlmxError, UsageError
 from llmx.formats.gguf_write import NUMBERS, QUANTIZATION_VERSION, UINT32, Entry, encode, part_paths, plan, write_parts
@@ -71,9 +72,9 @@ def convert(located: Located, wanted: Wanted, tell: Tell, say: Say) -> dict[str,
     if wanted.dry_run:
         return results
     _check_free(paths, located, wanted.force)
-    writer = _Tensors(source, importance, sum(entry.nbytes for entry in entries), tell)
     began = time.monotonic()
-    write_parts(paths, parts, writer.data)
+    with _Tensors(source, importance, sum(entry.nbytes for entry in entries), tell) as tensors:
+        write_parts(paths, parts, tensors.data)
     results["seconds"] = time.monotonic() - began
     return results
 
@@ -116,12 +117,22 @@ def _matched(importance: Mapping[str, Tensor], source: GgufSource, choices: Mapp
 
 
 class _Tensors:
-    """The bytes of each tensor, made when they are written."""
+    """The bytes of each tensor, made when they are written: some rows on each thread, in order."""
 
     def __init__(self, source: GgufSource, importance: Mapping[str, Tensor], total: int, tell: Tell) -> None:
         self._source, self._importance, self._total, self._tell = source, importance, total, tell
         self._quantize = Kernels("cpu").get("quantize_blocks")
         self._done = 0
+        self._threads = torch.get_num_threads()
+
+    def __enter__(self) -> _Tensors:
+        # One thread in each: what torch would share out is too small to be worth waiting for one another.
+        self._pool = ThreadPoolExecutor(self._threads, initializer=torch.set_num_threads, initargs=(1,))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+        torch.set_num_threads(self._threads)
 
     def data(self, entry: Entry) -> Iterator[memoryview]:
         same = self._source.as_stored(entry.name, entry.kind)
@@ -132,31 +143,40 @@ class _Tensors:
             self._tell(self._done, self._total)
 
     def _converted(self, entry: Entry) -> Iterator[Tensor]:
+        begun: deque[Future[list[Tensor]]] = deque()
         row = 0
         for rows in self._source.numbers(entry.name):
-            if not _finite(rows):
-                raise LlmxError(f"{entry.name} holds infinities or what is no number; such weights can't be converted.")
-            if entry.kind in DTYPES:
-                made = rows.to(DTYPES[entry.kind])
-                if entry.kind == "F16" and not _finite(made.float()):
-                    raise LlmxError(f"{entry.name} has numbers too large for f16.", hint="--type bf16 holds them")
-                yield made
-                continue
-            yield from self._blocks(entry, rows, row)
-            row += len(rows)
+            begun.append(self._pool.submit(self._make, entry, rows, row))
+            row += rows.count
+            if len(begun) > self._threads:
+                yield from begun.popleft().result()
+        while begun:
+            yield from begun.popleft().result()
 
-    def _blocks(self, entry: Entry, rows: Tensor, first: int) -> Iterator[Tensor]:
-        """Rows from `first` on, each matrix of experts with its own importance."""
+    def _make(self, entry: Entry, rows: Rows, first: int) -> list[Tensor]:
+        """Rows from `first` on as they are stored."""
+        numbers = rows.make()
+        if not _finite(numbers):
+            raise LlmxError(f"{entry.name} holds infinities or what is no number; such weights can't be converted.")
+        if entry.kind not in DTYPES:
+            return self._blocks(entry, numbers, first)
+        made = numbers.to(DTYPES[entry.kind])
+        if entry.kind == "F16" and not _finite(made.float()):
+            raise LlmxError(f"{entry.name} has numbers too large for f16.", hint="--type bf16 holds them")
+        return [made]
+
+    def _blocks(self, entry: Entry, rows: Tensor, first: int) -> list[Tensor]:
+        """Each matrix of experts with its own importance."""
         importance = self._importance.get(entry.name)
         if importance is None:
-            yield self._quantize(rows, entry.kind)
-            return
-        each, at = entry.shape[-2], 0
+            return [self._quantize(rows, entry.kind)]
+        made, each, at = [], entry.shape[-2], 0
         while at < len(rows):
             matrix, inside = divmod(first + at, each)
             count = min(len(rows) - at, each - inside)
-            yield self._quantize(rows[at : at + count], entry.kind, importance[matrix])
+            made.append(self._quantize(rows[at : at + count], entry.kind, importance[matrix]))
             at += count
+        return made
 
 
 def _finite(rows: Tensor) -> bool:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -52,7 +53,7 @@ class GgufSource(ABC):
         self.stored_order: Sequence[str] = ()  # of a GGUF file's tensors
 
     @abstractmethod
-    def numbers(self, name: str) -> Iterator[Tensor]:
+    def numbers(self, name: str) -> Iterator[Rows]:
         """The tensor as float32 rows (n, n_in), in order, about CHUNK numbers at a time."""
 
     @abstractmethod
@@ -62,6 +63,14 @@ class GgufSource(ABC):
     @abstractmethod
     def kept(self, name: str) -> str:
         """The type of a tensor that is not quantised."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Some rows of a tensor. make: float32 (count, n_in); any thread may call it."""
+
+    count: int
+    make: Callable[[], Tensor]
 
 
 @dataclass(frozen=True)
@@ -167,17 +176,24 @@ class FolderSource(GgufSource):
             what = beyond[0] if first else "blk.0"
             raise UsageError(f"{opened.metadata.where}: {config.layers} layers, which does not fit the tensor {what}.")
 
-    def numbers(self, name: str) -> Iterator[Tensor]:
+    def numbers(self, name: str) -> Iterator[Rows]:
         if name in self._extra:
-            yield self._extra[name].reshape(1, -1)
+            yield Rows(1, partial(self._extra[name].reshape, 1, -1))
             return
         unit = self._units[name]
         tensor = self._plain.read(unit.stored)
-        rows = tensor.reshape(-1, tensor.shape[-1]) if tensor.dim() > 1 else tensor.reshape(1, -1)
-        if unit.heads is not None:
-            rows = interleaved(tensor.reshape(tensor.shape[0], -1), unit.heads).reshape(rows.shape)
-        for part in rows.split(max(1, CHUNK // rows.shape[1])):
-            yield part.float() + unit.plus if unit.plus else part.float()
+        order = None if unit.heads is None else interleaved(torch.arange(len(tensor)), unit.heads)
+        if tensor.dim() == 1:
+            yield Rows(1, lambda: _numbers(tensor, order, unit.plus).reshape(1, -1))
+            return
+        rows = tensor.reshape(-1, tensor.shape[-1])
+        count = max(1, CHUNK // rows.shape[1])
+        for first in range(0, len(rows), count):
+            last = min(first + count, len(rows))
+            if order is None:
+                yield Rows(last - first, partial(_numbers, rows[first:last], None, unit.plus))
+            else:
+                yield Rows(last - first, partial(_numbers, rows, order[first:last], unit.plus))
 
     def as_stored(self, name: str, kind: str) -> Tensor | None:
         unit = self._units.get(name)
@@ -187,6 +203,11 @@ class FolderSource(GgufSource):
 
     def kept(self, name: str) -> str:
         return "F32"
+
+
+def _numbers(rows: Tensor, order: Tensor | None, plus: float) -> Tensor:
+    made = (rows if order is None else rows[order]).float()
+    return made + plus if plus else made
 
 
 def interleaved(rows: Tensor, heads: int) -> Tensor:
@@ -221,12 +242,13 @@ class FileSource(GgufSource):
             self.shapes[name], self.kinds[name] = stored.shape, stored.kind
             self.nbytes += stored.nbytes
 
-    def numbers(self, name: str) -> Iterator[Tensor]:
+    def numbers(self, name: str) -> Iterator[Rows]:
         stored, tensor = self._checkpoint.stored(name), self._checkpoint.read(name)
         rows = tensor.reshape(-1, tensor.shape[-1]) if tensor.dim() > 1 else tensor.reshape(1, -1)
         scheme = None if stored.kind in FLOATS else find(name, {"weight": _as_matrix(stored)})
         for part in rows.split(max(1, CHUNK // stored.shape[-1])):
-            yield part.float() if scheme is None else scheme.unpack({"weight": part}, torch.float32)
+            whole = part.float if scheme is None else partial(scheme.unpack, {"weight": part}, torch.float32)
+            yield Rows(len(part), whole)
 
     def as_stored(self, name: str, kind: str) -> Tensor | None:
         return self._checkpoint.read(name) if self.kinds[name] == kind else None

@@ -101,7 +101,7 @@ def _tokens(
     """Every row's token and its type. Rows without one become `[PADi]`; tokens without a row are left out, and said."""
     # What was a GGUF file before has names for rows without a token, which are no tokens.
     placed: dict[int, tuple[str, int]] = {
-        i: (token, UNUSED if token.rstrip("_") == f"[PAD{i}]" else NORMAL)
+        i: (token, UNUSED if token[:4] == "[PAD" and token.rstrip("_") == f"[PAD{i}]" else NORMAL)
         for token, i in spec["model"]["vocab"].items()
     }
     unknown = spec["model"].get("unk_token")

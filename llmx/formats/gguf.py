@@ -90,28 +90,28 @@ def open_gguf(path: Path) -> Gguf:
 def _open_part(path: Path) -> Gguf:
     cursor = _Cursor(MappedFile(path))
     tensors, pairs = _read_header(cursor)
-    metadata = _remembered(cursor) or _read_metadata(cursor, pairs)
-    _remember(cursor, metadata)
+    metadata, _ = _metadata_of(cursor, pairs)
     return Gguf(path, metadata, _read_tensors(cursor, tensors, _alignment(Fields(metadata, cursor.name))))
 
 
 # Metadata of the file read last, by where it ends and by the hash of the bytes up to there: a command opens its file
 # for the checks, the model and the tokenizer, and to read a vocabulary takes a hundred times as long as to hash it.
-_last_read: dict[tuple[int, bytes], Mapping[str, Any]] = {}
+# And where each value lies there, its type first.
+Spans = Mapping[str, tuple[int, int]]
+_last_read: dict[tuple[int, bytes], tuple[Mapping[str, Any], Spans]] = {}
 
 
-def _remembered(cursor: _Cursor) -> Mapping[str, Any] | None:
-    for (end, digest), metadata in tuple(_last_read.items()):
+def _metadata_of(cursor: _Cursor, pairs: int) -> tuple[Mapping[str, Any], Spans]:
+    """Leaves the cursor behind it."""
+    for (end, digest), found in tuple(_last_read.items()):
         if end <= cursor.file.size and _digest(cursor, end) == digest:
             cursor.at = end
-            return metadata
-    return None
-
-
-def _remember(cursor: _Cursor, metadata: Mapping[str, Any]) -> None:
+            return found
+    made = _read_metadata(cursor, pairs)
     key = cursor.at, _digest(cursor, cursor.at)
     _last_read.clear()
-    _last_read[key] = metadata
+    _last_read[key] = made
+    return made
 
 
 def _digest(cursor: _Cursor, end: int) -> bytes:
@@ -193,29 +193,27 @@ def _read_header(cursor: _Cursor) -> tuple[int, int]:
     return tensors, pairs
 
 
-def _read_metadata(cursor: _Cursor, pairs: int) -> Mapping[str, Any]:
+def _read_metadata(cursor: _Cursor, pairs: int) -> tuple[Mapping[str, Any], Spans]:
     metadata: dict[str, Any] = {}
+    spans = {}
     for index in range(pairs):
         key = cursor.text(f"metadata key {index}", MAX_NAME)
         if not key:
             raise cursor.error(f"metadata key {index} is empty")
         if key in metadata:
             raise cursor.error(f"metadata key {shown(key)} appears twice")
-        what = f"metadata {shown(key)}"
+        what, start = f"metadata {shown(key)}", cursor.at
         metadata[key] = _read_value(cursor, cursor.number("I", f"the type of {what}"), what)
-    return MappingProxyType(metadata)
+        spans[key] = start, cursor.at
+    return MappingProxyType(metadata), spans
 
 
 def stored_pairs(path: Path) -> dict[str, bytes]:
     """The metadata of one file as it is stored: key -> the value's type and bytes. UsageError as in `open_gguf`."""
     cursor = _Cursor(MappedFile(path))
     _, count = _read_header(cursor)
-    pairs = {}
-    for index in range(count):
-        key, start = cursor.text(f"metadata key {index}", MAX_NAME), cursor.at
-        _read_value(cursor, cursor.number("I", f"the type of {shown(key)}"), shown(key))
-        pairs[key] = bytes(cursor.data[start : cursor.at])
-    return pairs
+    _, spans = _metadata_of(cursor, count)
+    return {key: bytes(cursor.data[start:end]) for key, (start, end) in spans.items()}
 
 
 def _read_value(cursor: _Cursor, code: int, what: str) -> Any:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from llmx.errors import LlmxError, UsageError
 from llmx.formats.gguf import ARRAY, BOOL, SCALARS, STRING, TYPES
@@ -51,7 +51,7 @@ def encode(value: Value, code: int | None = None) -> bytes:
     if not value:
         return struct.pack("<IIQ", ARRAY, STRING, 0)
     if isinstance(value[0], str):
-        return struct.pack("<IIQ", ARRAY, STRING, len(value)) + b"".join(_text(str(part)) for part in value)
+        return struct.pack("<IIQ", ARRAY, STRING, len(value)) + b"".join(_texts(value))
     own = code if code is not None else _code(value[0])
     if own == UINT32 and code is None:
         own = INT32
@@ -67,6 +67,15 @@ def _code(value: bool | int | float) -> int:
 def _text(value: str) -> bytes:
     data = value.encode("utf-8")
     return struct.pack("<Q", len(data)) + data
+
+
+def _texts(values: Sequence[Any]) -> Iterator[bytes]:
+    """Of vocabularies: a hundred thousand at a time."""
+    length = struct.Struct("<Q").pack
+    for value in values:
+        data = value.encode("utf-8")
+        yield length(len(data))
+        yield data
 
 
 @dataclass(frozen=True)
