@@ -6,6 +6,7 @@ What is written is loaded again and compared on texts that tell tokenizers apart
 from __future__ import annotations
 
 import json
+import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +35,7 @@ NAMED = {
     "pad_token": "padding",
     "sep_token": "seperator",
 }
+SWALLOWING = ("lstrip", "rstrip", "single_word")
 # Tokens that are called no special ones and are (as llama.cpp's converter has it).
 LOOK_SPECIAL = ("<pad>", "<mask>", "<2mass>", "[@BOS@]")
 PROBES = (
@@ -75,7 +77,7 @@ def vocabulary(folder: Path, rows: int, pretokenizer: str | None = None, name: s
             raise UsageError("--pretokenizer is for byte-level tokenizers; this one is SentencePiece's.")
         pairs = _spm(folder, spec, tokens, kinds)
         vocab.pairs, vocab.found_by = pairs | shared, "SentencePiece"
-        _check(vocab, source, folder, name)
+        _check(vocab, spec, source, folder, name)
         return vocab
     if pretokenizer is not None:
         if pretokenizer not in SPLITS:
@@ -87,7 +89,7 @@ def vocabulary(folder: Path, rows: int, pretokenizer: str | None = None, name: s
     pairs[KEY + "merges"] = [_merge(pair) for pair in spec["model"]["merges"]]
     vocab.pairs, vocab.found_by = pairs | shared, found_by
     if names[0] in SPLITS:
-        _check(vocab, source, folder, name, soft=pretokenizer is not None)
+        _check(vocab, spec, source, folder, name, soft=pretokenizer is not None)
     return vocab
 
 
@@ -228,17 +230,26 @@ def _shared(
     return pairs
 
 
-def _check(vocab: Vocabulary, source: Tokenizer, folder: Path, name: str, soft: bool = False) -> None:
+def _check(
+    vocab: Vocabulary, spec: Mapping[str, Any], source: Tokenizer, folder: Path, name: str, soft: bool = False
+) -> None:
     """What was made reads texts as the source does. UsageError, or with `soft` a note, where it does not.
 
-    SentencePiece's readers put a space in front of every stretch of text; where transformers does not double one that
-    is there, and around special tokens, that is a note too.
+    Notes too, for GGUF has no place for it: SentencePiece's readers put a space in front of every stretch of text,
+    where transformers does not double one that is there, and around special tokens; added tokens that swallow spaces
+    beside them; letters and accents that are composed first (NFC), as Qwen's are.
     """
     made = from_gguf({**vocab.pairs, "general.name": name}, str(folder))
     spm = vocab.pairs[KEY + "model"] == "llama"
-    added = source.backend.added.values()
+    added = set(source.backend.added.values())
+    if not spm:
+        added = {token["content"] for token in spec["added_tokens"] if any(token[key] for key in SWALLOWING)}
+    composes = {step.get("type") for step in _steps(spec.get("normalizer"), "normalizers")} == {"NFC"}
+    if composes:
+        vocab.notes.append("Accents are composed with their letters (NFC) by this tokenizer, and not by GGUF's.")
     noted = False
     for text in (*PROBES, *LIKE_ANY):
+        text = unicodedata.normalize("NFC", text) if composes else text
         want, got = source.encode(text), made.encode(text)
         if want == got:
             continue
@@ -247,7 +258,7 @@ def _check(vocab: Vocabulary, source: Tokenizer, folder: Path, name: str, soft: 
             f"{folder}: as a GGUF tokenizer ({vocab.pairs[KEY + 'model']}, {vocab.pairs[KEY + 'pre']}) it would read "
             f"{text[:30]!r} differently from token {at} on."
         )
-        expected = spm and (text[:1] in (" ", SPACE) or any(token in text for token in added))
+        expected = (spm and text[:1] in (" ", SPACE)) or any(token in text for token in added)
         if not soft and not expected:
             raise UsageError(said, hint=None if spm else "--pretokenizer NAME writes it all the same")
         if not noted:

@@ -15,6 +15,7 @@ from llmx.templates import ChatTemplate
 from llmx.tokenizer.gguf import from_gguf
 from llmx.tokenizer.pieces import read_spelling
 from llmx.tokenizer.sentencepiece import from_sentencepiece
+from llmx.tokenizer.tekken import from_tekken
 from llmx.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -45,13 +46,16 @@ def _from_directory(folder: Path) -> Tokenizer:
     file = folder / "tokenizer.json"
     if file.is_file():
         backend = _build(file)
+    elif (file := folder / "tekken.json").is_file():
+        backend, found = from_tekken(file)
+        specials = found | specials
     elif (file := folder / "tokenizer.model").is_file():
         backend, found = from_sentencepiece(folder)
         specials = found | specials
     else:
         other = "; its vocab.json is not read" if (folder / "vocab.json").is_file() else ""
         raise UsageError(
-            f"{folder} has neither tokenizer.json nor tokenizer.model{other}.",
+            f"{folder} has neither tokenizer.json, tekken.json nor tokenizer.model{other}.",
             hint="Save one: transformers.AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR).",
         )
     if config.get("clean_up_tokenization_spaces") is True and type(backend.model).__name__ != "BPE":

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from llmx.convert.gguf_hashes import NAMES
 from llmx.convert.gguf_pre import by_definition, candidates
@@ -171,13 +171,6 @@ def test_templates_and_ends_are_written(tmp_path: Path) -> None:
     assert vocabulary(folder, 421).pairs["tokenizer.chat_template"] == "C"
 
 
-def test_other_kinds_of_tokenizers_are_refused(tmp_path: Path) -> None:
-    backend = tokenizers.Tokenizer(models.Unigram([("<unk>", 0.0), ("a", -1.0)], 0, False))
-    backend.decoder = decoders.Metaspace()
-    with pytest.raises(UsageError, match="a Unigram tokenizer is not built for GGUF"):
-        vocabulary(save(backend, tmp_path), 2)
-
-
 def test_sentencepiece_that_merges_in_another_order_is_refused(tmp_path: Path) -> None:
     backend = llama2()
     made = json.loads(backend.to_str())
@@ -195,3 +188,36 @@ def test_sizes_are_read() -> None:
     for wrong in ("0", "two", "-1G", "1.5G"):
         with pytest.raises(UsageError, match="A size must be"):
             parse_size(wrong)
+
+
+def test_what_gguf_has_no_place_for_is_a_note_where_models_have_it(tmp_path: Path) -> None:
+    """Qwen composes accents; Phi-4's special tokens swallow the spaces beside them."""
+    backend = cut_by(split(LLAMA3.replace("{1,3}", "")), BYTES)
+    backend.normalizer = normalizers.NFC()
+    made = vocabulary(save(backend, tmp_path, tokenizer_config=ENDS), 421)
+    assert made.pairs["tokenizer.ggml.pre"] == "qwen2"
+    assert made.notes == ["Accents are composed with their letters (NFC) by this tokenizer, and not by GGUF's."]
+    backend.normalizer = normalizers.Lowercase()
+    with pytest.raises(UsageError, match="it would read"):
+        vocabulary(save(backend, tmp_path, tokenizer_config=ENDS), 421)
+    backend.normalizer = None
+    backend.add_special_tokens([tokenizers.AddedToken("<|im_end|>", lstrip=True, rstrip=True, normalized=False)])
+    made = vocabulary(save(backend, tmp_path, tokenizer_config=ENDS), 422)
+    assert "it would read" in made.notes[0]
+    assert "<|im_end|>" in made.notes[0] or "<s>" in made.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (models.Unigram([("<unk>", 0.0), ("a", -1.0)], 0, False), "a Unigram tokenizer is not built for GGUF"),
+        (models.WordPiece({"[UNK]": 0, "a": 1}, unk_token="[UNK]"), "a WordPiece tokenizer is not built for GGUF"),
+        (models.WordLevel({"[UNK]": 0, "a": 1}, unk_token="[UNK]"), "a WordLevel tokenizer is not built for GGUF"),
+    ],
+    ids=["Unigram", "WordPiece", "WordLevel"],
+)
+def test_kinds_that_no_family_has_are_refused_by_name(model: Any, said: str, tmp_path: Path) -> None:
+    backend = tokenizers.Tokenizer(model)
+    backend.decoder = decoders.Metaspace()
+    with pytest.raises(UsageError, match=said):
+        vocabulary(save(backend, tmp_path), 2)

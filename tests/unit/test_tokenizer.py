@@ -451,6 +451,6 @@ def test_a_wrong_config_beside_it_is_one_sentence(tmp_path, files, message) -> N
 
 def test_a_folder_without_a_tokenizer_says_what_it_has_instead(tmp_path) -> None:
     (tmp_path / "vocab.json").write_text("{}")
-    with pytest.raises(UsageError, match=r"neither tokenizer\.json nor tokenizer\.model; its vocab\.json") as caught:
+    with pytest.raises(UsageError, match=r"tekken\.json nor tokenizer\.model; its vocab\.json is not read") as caught:
         load_tokenizer(tmp_path)
     assert caught.value.hint
