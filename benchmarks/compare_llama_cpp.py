@@ -2,10 +2,11 @@
 
 usage: python benchmarks/compare_llama_cpp.py --server PATH/llama-server MODEL.gguf [MODEL.gguf ...]
 
-llama.cpp multiplies with activations in 8 bits and keeps KV in 16 where llmx's reference kernels use 32, so texts may
-part where two tokens are almost equally likely. Each prompt is therefore compared twice: with the file itself, and the
-margin of the first difference printed (in nats, by llmx's logits), and, with --exact, with the same weights written
-as F32 (by the package gguf) and an F32 cache, where texts must be equal up to ties of less than --noise.
+Both multiply packed weights with activations in 8 bits, each rounded in its own way, and llama.cpp keeps KV in 16, so
+texts may part where two tokens are almost equally likely. Each prompt is therefore compared twice: with the file,
+and the margin of the first difference printed (in nats, by llmx's logits), and, with --exact, with activations that are
+not rounded: llmx reading the file, llama.cpp the same weights written as F32 (by the package gguf), with an F32 cache.
+There texts must be equal up to ties of less than --noise.
 """
 
 from __future__ import annotations
@@ -72,12 +73,13 @@ def main() -> None:
     options = parser.parse_args()
     failed = False
     for model in options.models:
-        with LLM(model, dtype="float32", kv_cache_bytes=2**29) as llm, tempfile.TemporaryDirectory() as folder:
-            runs = [("as stored", model, ())]
+        with tempfile.TemporaryDirectory() as folder:
+            runs = [("as stored", model, "auto", ())]
             if options.exact:
-                runs.append(("as F32", as_f32(model, Path(folder) / "f32.gguf"), EXACT))
-            for weights, path, flags in runs:
-                with llama_server(options.server, path, options.threads, *flags) as url:
+                runs.append(("as F32", as_f32(model, Path(folder) / "f32.gguf"), "bf16", EXACT))
+            for weights, path, activations, flags in runs:
+                ours = LLM(model, dtype="float32", activations=activations, kv_cache_bytes=2**29)
+                with ours as llm, llama_server(options.server, path, options.threads, *flags) as url:
                     for text in PROMPTS:
                         result = compare(llm, url, text, options.tokens)
                         failed |= weights == "as F32" and result.get("margin", 0.0) > options.noise

@@ -39,7 +39,7 @@ sys.path[:0] = [str(ROOT / "tests")]
 import tokenizer_samples as samples  # noqa: E402
 from tiny_models import Tiny, every_tiny, make  # noqa: E402
 
-CTX, CHUNKS = 128, 3
+CTX, CHUNKS = 256, 2  # llama.cpp gives a text no less, and chooses longrope's list by that
 VOCAB = 576  # more than either tokenizer has: the rest is padding
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 16, "num_key_value_heads": 8}
 NARROW_TYPES = ("q2_k", "q3_k_m", "q4_k_m", "q5_k_m", "q6_k", "iq4_xs", "q8_0")
@@ -117,7 +117,7 @@ def cell(options: argparse.Namespace, folder: Path, kind: str, work: Path) -> di
         return found | {"ok": False, "llama_cpp": str(error)}
     found["kld"], found["kld_llama_cpp"] = divergence(path, logits), between(logits, work / "packed")
     near = found["kld"] <= options.noise and found["kld_llama_cpp"] <= options.rounding
-    found["said"] = [note for note in notes if "llama.cpp" in note]  # of what it does not do with such a file
+    found["said"] = [note for note in notes if "llama.cpp runs" in note]  # of what it does not do with such a file
     return found | {"ok": near or bool(found["said"])}
 
 

@@ -102,6 +102,7 @@ class FolderSource(GgufSource):
         self.notes += vocab.notes
         self.found_by = vocab.found_by
         self.pairs |= {"general.architecture": encode(form.architecture), "general.type": encode("model")} | said
+        self.pairs["general.name"] = encode(vocab.name)
         written = form.pairs | {f"{form.architecture}.vocab_size": rows} | vocab.pairs
         self.pairs |= {key: encode(value) for key, value in written.items()}
         self.pairs["general.file_type"] = encode(FILE_TYPES[self._mostly()], UINT32)

@@ -6,6 +6,7 @@ What is written is loaded again and compared on texts that tell tokenizers apart
 from __future__ import annotations
 
 import json
+import re
 import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -38,6 +39,7 @@ NAMED = {
 SWALLOWING = ("lstrip", "rstrip", "single_word")
 # Tokens that are called no special ones and are (as llama.cpp's converter has it).
 LOOK_SPECIAL = ("<pad>", "<mask>", "<2mass>", "[@BOS@]")
+PHI3, PHI3_TOKENS = re.compile("(phi)-?3", re.IGNORECASE), {"<unk>", "<s>", "<|endoftext|>"}
 PROBES = (
     TEXT,
     "Hello, World! It's 2,024 o'clock; don't DON'T we'LL I'd  two  spaces\n\n\n   and\ttabs \t \n end.  ",
@@ -51,11 +53,12 @@ PROBES = (
 
 @dataclass
 class Vocabulary:
-    """pairs: metadata in order. notes: what a user should know, one sentence each."""
+    """pairs: metadata in order. notes: what a user should know, one sentence each. name: the model's, that fits it."""
 
     pairs: dict[str, Value]
     found_by: str
     notes: list[str] = field(default_factory=list)
+    name: str = ""
 
 
 def vocabulary(folder: Path, rows: int, pretokenizer: str | None = None, name: str = "") -> Vocabulary:
@@ -72,12 +75,13 @@ def vocabulary(folder: Path, rows: int, pretokenizer: str | None = None, name: s
     vocab = Vocabulary({}, "")
     tokens, kinds = _tokens(spec, rows, spm, folder, vocab.notes)
     shared = _shared(spec, source, tokens, kinds, vocab.notes)
+    vocab.name = _fitting_name(name, tokens, vocab.notes)
     if spm:
         if pretokenizer is not None:
             raise UsageError("--pretokenizer is for byte-level tokenizers; this one is SentencePiece's.")
         pairs = _spm(folder, spec, tokens, kinds)
         vocab.pairs, vocab.found_by = pairs | shared, "SentencePiece"
-        _check(vocab, spec, source, folder, name)
+        _check(vocab, spec, source, folder)
         return vocab
     if pretokenizer is not None:
         if pretokenizer not in SPLITS:
@@ -89,8 +93,18 @@ def vocabulary(folder: Path, rows: int, pretokenizer: str | None = None, name: s
     pairs[KEY + "merges"] = [_merge(pair) for pair in spec["model"]["merges"]]
     vocab.pairs, vocab.found_by = pairs | shared, found_by
     if names[0] in SPLITS:
-        _check(vocab, spec, source, folder, name, soft=pretokenizer is not None)
+        _check(vocab, spec, source, folder, soft=pretokenizer is not None)
     return vocab
+
+
+def _fitting_name(name: str, tokens: Sequence[str], notes: list[str]) -> str:
+    """llama.cpp looks for PHI3_TOKENS in whatever is called Phi-3, and loads no file that lacks one."""
+    missing = sorted(PHI3_TOKENS - set(tokens))
+    if not missing or not PHI3.search(name):
+        return name
+    fitting = PHI3.sub(r"\1 3", name)
+    notes.append(f"The model is called {fitting}: llama.cpp loads no {name[:40]} whose tokenizer has no {missing[0]}.")
+    return fitting
 
 
 def _merge(pair: Any) -> str:
@@ -230,16 +244,14 @@ def _shared(
     return pairs
 
 
-def _check(
-    vocab: Vocabulary, spec: Mapping[str, Any], source: Tokenizer, folder: Path, name: str, soft: bool = False
-) -> None:
+def _check(vocab: Vocabulary, spec: Mapping[str, Any], source: Tokenizer, folder: Path, soft: bool = False) -> None:
     """What was made reads texts as the source does. UsageError, or with `soft` a note, where it does not.
 
     Notes too, for GGUF has no place for it: SentencePiece's readers put a space in front of every stretch of text,
     where transformers does not double one that is there, and around special tokens; added tokens that swallow spaces
     beside them; letters and accents that are composed first (NFC), as Qwen's are.
     """
-    made = from_gguf({**vocab.pairs, "general.name": name}, str(folder))
+    made = from_gguf({**vocab.pairs, "general.name": vocab.name}, str(folder))
     spm = vocab.pairs[KEY + "model"] == "llama"
     added = set(source.backend.added.values())
     if not spm:

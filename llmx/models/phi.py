@@ -10,7 +10,7 @@ from llmx.formats.fields import Fields
 from llmx.formats.gguf import Gguf
 from llmx.layers import shape
 from llmx.layers.decoder import Decoder
-from llmx.layers.gguf_form import GgufForm, form_of
+from llmx.layers.gguf_form import GgufForm, form_of, one_window
 from llmx.layers.rope import RopeConfig, rope_from_gguf, rope_from_hf
 from llmx.layers.rope_written import rope_to_hf
 from llmx.layers.shape import Shape
@@ -70,9 +70,10 @@ class Config(Shape):
     def to_gguf(self) -> GgufForm:
         """The original context is always there; no window is 0."""
         assert self.rope is not None, "every layer turns"
-        more = {"attention.sliding_window": self.windows[0] or 0}
+        window, notes = one_window(self)
+        more = {"attention.sliding_window": 0, **window}
         more["rope.scaling.original_context_length"] = self.rope.original
-        return form_of(self, "phi3", more=more)
+        return form_of(self, "phi3", more=more, notes=notes)
 
 
 def _turning_less(rope: RopeConfig) -> RopeConfig:

@@ -171,6 +171,18 @@ def test_templates_and_ends_are_written(tmp_path: Path) -> None:
     assert vocabulary(folder, 421).pairs["tokenizer.chat_template"] == "C"
 
 
+def test_a_model_is_called_phi_3_only_with_the_tokens_that_llama_cpp_then_looks_for(tmp_path: Path) -> None:
+    backend, config = llama2(), {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    folder = save(backend, tmp_path / "without", tokenizer_config=config)
+    for name, fitting in {"My-Phi3-tune": "My-Phi 3-tune", "phi-3 mini": "phi 3 mini", "phi-4": "phi-4"}.items():
+        made = vocabulary(folder, 600, None, name)
+        assert made.name == fitting
+        assert any("<|endoftext|>" in note for note in made.notes) == (name != fitting)
+    backend.add_special_tokens(["<|endoftext|>"])
+    folder = save(backend, tmp_path / "with", tokenizer_config=config)
+    assert vocabulary(folder, 600, None, "My-Phi3-tune").name == "My-Phi3-tune"
+
+
 def test_sentencepiece_that_merges_in_another_order_is_refused(tmp_path: Path) -> None:
     backend = llama2()
     made = json.loads(backend.to_str())
