@@ -5,8 +5,9 @@ The keys, and how a name is taken apart, are those of llama.cpp's convert_hf_to_
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ SAID = (
 )  # in this order
 ALSO = {"name": "model_name", "author": "model_creator", "basename": "model_type"}
 LICENSE = ("license", "license_name", "license_link")
+LICENSE_KEYS = tuple(key.replace("license_", "license.") for key in LICENSE)
 LISTS = {"tags": ("tags", "pipeline_tag"), "languages": ("languages", "language")}
 OF = ("name", "author", "version", "organization", "description", "url", "doi", "uuid", "repo_url")
 SAMPLING = {
@@ -48,7 +50,7 @@ def about(folder: Path, named: str | None, weights: int, *, titled: bool = True)
     found = _parts(folder.resolve().name, weights, titled) | found
     found.setdefault("size_label", size_label(weights))
     found = {key: found[key] for key in SAID if key in found}
-    found |= {key.replace("license_", "license."): _joined(card[key]) for key in LICENSE if card.get(key)}
+    found |= {own: _joined(card[key]) for own, key in zip(LICENSE_KEYS, LICENSE, strict=True) if card.get(key)}
     pairs: dict[str, bytes] = _sampling(folder)
     pairs |= {KEY + key: encode(text) for key, text in found.items()}
     for kind, keys in {"base_model": ("base_model", "base_models"), "dataset": ("datasets", "dataset")}.items():
@@ -201,22 +203,28 @@ def _sampling(folder: Path) -> dict[str, bytes]:
     }
 
 
-def generation_of(metadata: Fields) -> dict[str, Any]:
+def generation_of(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """generation_config.json's part of it, from a GGUF file's metadata."""
-    found = {key: metadata.number(f"{KEY}sampling.{name}", None) for key, name in SAMPLING.items()}
-    said = {key: int(n) if key == "top_k" else short(n) for key, n in found.items() if n is not None}
+    found = {key: metadata.get(f"{KEY}sampling.{name}") for key, name in SAMPLING.items()}
+    numbers = {key: n for key, n in found.items() if isinstance(n, int | float) and math.isfinite(n)}
+    said = {key: int(n) if key == "top_k" else short(n) for key, n in numbers.items()}
     return {"do_sample": True, **said} if said else {}
 
 
-def card_of(metadata: Fields) -> str | None:
-    """README.md with what a GGUF file's general.* say, as `about` reads it; None if they say nothing."""
+def card_of(metadata: Mapping[str, Any]) -> str | None:
+    """README.md with what a GGUF file's general.* say, as `about` reads it; None if they say nothing. What is of
+    another kind than it should be is left out: nothing depends on it."""
     import yaml
 
-    said: dict[str, Any] = {key: metadata.text(KEY + key, None) for key in SAID}
-    said |= {key: metadata.text(KEY + key.replace("license_", "license."), None) for key in LICENSE}
+    said: dict[str, Any] = _texts(metadata, "", SAID)
+    said |= {key.replace(".", "_"): text for key, text in _texts(metadata, "", LICENSE_KEYS).items()}
     for kind, key in {"base_model": "base_model", "dataset": "datasets"}.items():
-        said[key] = [_other(metadata, f"{kind}.{i}.") for i in range(_count(metadata, kind))]
-    said |= {key: list(metadata.strings(KEY + key, ())) for key in LISTS}
+        count = metadata.get(f"{KEY}{kind}.count", 0)
+        numbers = range(min(count, 64) if isinstance(count, int) else 0)
+        said[key] = [other for i in numbers if (other := _other(metadata, f"{kind}.{i}."))]
+    for key in LISTS:
+        listed = metadata.get(KEY + key)
+        said[key] = [text for text in listed if isinstance(text, str)] if isinstance(listed, list) else []
     said = {key: value for key, value in said.items() if value}
     if not said:
         return None
@@ -224,12 +232,12 @@ def card_of(metadata: Fields) -> str | None:
     return f"---\n{front}---\n\n# {said.get('name', 'A model')}\n\nMade from a GGUF file by llmx convert-hf.\n"
 
 
-def _count(metadata: Fields, kind: str) -> int:
-    return min(metadata.integer(f"{KEY}{kind}.count", 0, low=0), 64)
+def _texts(metadata: Mapping[str, Any], prefix: str, keys: Iterable[str]) -> dict[str, str]:
+    return {key: text for key in keys if isinstance(text := metadata.get(KEY + prefix + key), str)}
 
 
-def _other(metadata: Fields, prefix: str) -> str | dict[str, str]:
+def _other(metadata: Mapping[str, Any], prefix: str) -> str | dict[str, str]:
     """An id of the Hub if that says all."""
-    said = {key: text for key in OF if (text := metadata.text(KEY + prefix + key, None)) is not None}
+    said = _texts(metadata, prefix, OF)
     model = said.get("repo_url", said.get("name", "")).removeprefix(HUB)
     return model if _linked(model, 0) == said else said

@@ -64,10 +64,10 @@ def as_hf(located: Located, dtype: torch.dtype | None) -> Files:
     plain = Plain(opened, dtype, offset=parsed.unit_offset and not opened.config.unit_offset)
     name = config["architectures"][0]
     made = Opened(read, name, parsed, plain, Names({}, {}), Fields(config, "config.json"), config["torch_dtype"])
-    sampling = generation_of(opened.metadata)
+    sampling = generation_of(opened.metadata.data)
     texts = {"config.json": _json(config), "generation_config.json": _json(_generation(config, tokenizer) | sampling)}
     texts |= {} if tokenizer is None else tokenizer_texts(tokenizer, parsed.max_position)
-    if (card := card_of(opened.metadata)) is not None:
+    if (card := card_of(opened.metadata.data)) is not None:
         texts["README.md"] = card
     return Files(made, texts, plain.left_out)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,9 +15,11 @@ import pytest
 import tokenizer_samples as samples
 import tokenizers
 import torch
+import yaml
 from tiny_models import Tiny, build, every_tiny, save
 
 from llmx.convert import hf
+from llmx.convert.gguf_about import about, card_of, generation_of
 from llmx.convert.gguf_run import Wanted, convert
 from llmx.convert.gguf_types import Asked
 from llmx.errors import UsageError
@@ -182,8 +185,6 @@ def test_a_split_file_with_a_card_and_a_template_of_its_own_comes_back(tmp_path:
     ],
 )
 def test_general_metadata_is_what_the_gguf_package_finds(name: str, tmp_path: Path) -> None:
-    from llmx.convert.gguf_about import about
-
     folder = tmp_path / name
     folder.mkdir()
     sampling = {"temperature": 0.6, "top_k": 20, "do_sample": True}
@@ -204,6 +205,18 @@ def test_general_metadata_is_what_the_gguf_package_finds(name: str, tmp_path: Pa
             }
             for key, raw in found.items():
                 assert raw == encoded(writer, *wanted[key]), key
+
+
+def test_general_metadata_of_other_kinds_is_left_out() -> None:
+    odd = {"general.name": 3, "general.license": ["mit"], "general.tags": "a", "general.languages": [1, "cs"]}
+    odd |= {"general.base_model.count": "x", "general.dataset.count": 2**63, "general.sampling.temp": "hot"}
+    odd |= {"general.sampling.top_p": math.nan}
+    assert generation_of(odd) == {}
+    card = card_of(odd)
+    assert card is not None
+    front = yaml.safe_load(card.split("---")[1])
+    assert front == {"languages": ["cs"]}
+    assert card_of({"general.name": ["x"]}) is None
 
 
 def piece(text: str, score: float, kind: int) -> bytes:

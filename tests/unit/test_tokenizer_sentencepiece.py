@@ -9,8 +9,10 @@ import pytest
 import tokenizer_samples as samples
 from tokenizer_samples import TORTURE
 
+from llmx.convert.gguf_vocab import vocabulary
 from llmx.errors import UsageError
 from llmx.tokenizer import load_tokenizer
+from llmx.tokenizer.gguf import from_gguf
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +57,21 @@ def test_a_sentencepiece_model_reads_as_sentencepiece_and_transformers_read_it(s
         stream = ours.stream()
         assert "".join([*map(stream.push, ids), stream.flush()]) == oracle.decode(ids)
     assert ours.template is not None
+
+
+@pytest.mark.slow  # transformers' conversion takes its time
+def test_it_becomes_a_gguf_tokenizer_with_its_own_scores(sentencepiece_folder: Path) -> None:
+    import sentencepiece
+
+    oracle = sentencepiece.SentencePieceProcessor(str(sentencepiece_folder / "tokenizer.model"))
+    made = vocabulary(sentencepiece_folder, 432)
+    scores = made.pairs["tokenizer.ggml.scores"]
+    assert isinstance(scores, list)
+    assert scores[3:430] == [oracle.get_score(i) for i in range(3, 430)]
+    ours = from_gguf(made.pairs, "made")
+    for name, text in TORTURE.items():
+        if name != "specials inside":
+            assert ours.encode(text, add_special=False) == oracle.encode(text)
 
 
 @pytest.mark.parametrize("package", ["transformers", "sentencepiece", "protobuf"])
