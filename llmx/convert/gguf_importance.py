@@ -8,11 +8,13 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from llmx.errors import UsageError
+from llmx.formats.fields import Fields
 from llmx.formats.gguf import open_gguf
 from llmx.formats.gguf_write import Entry, encode, plan, write_parts
 
@@ -34,6 +36,16 @@ def read_importance(path: Path) -> dict[str, Tensor]:
     if not found:
         raise UsageError(f"{path} holds no importance of any tensor.")
     return found
+
+
+def about_importance(path: Path) -> dict[str, Any]:
+    """What the file (a readable one) says it was collected from, and in how many chunks: dataset, chunks_count."""
+    with path.open("rb") as file:
+        if file.read(4) != b"GGUF":
+            return {}
+    fields = Fields(open_gguf(path).metadata, path.name)
+    texts, chunks = fields.strings("imatrix.datasets", ()), fields.integer("imatrix.chunk_count", 0, low=0)
+    return ({"dataset": texts[0]} if texts else {}) | ({"chunks_count": chunks} if chunks else {})
 
 
 def _read_gguf(path: Path) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmx.convert.gguf_importance import read_importance
+from llmx.convert.gguf_importance import about_importance, read_importance
 from llmx.convert.gguf_source import GgufSource, Rows, source_of
 from llmx.convert.gguf_types import MIXTURES, PLAIN, TOKENS, Asked, Choice, choose, in_order
 from llmx.errors import LlmxError, UsageError
@@ -81,8 +81,15 @@ def convert(located: Located, wanted: Wanted, tell: Tell, say: Say) -> dict[str,
 
 def _about_importance(wanted: Wanted, count: int) -> dict[str, bytes]:
     """As llama-quantize says it: where the importance came from, and of how many tensors it is."""
-    named = wanted.imatrix.name if wanted.imatrix is not None else "collected"
-    return {"quantize.imatrix.file": encode(named), "quantize.imatrix.entries_count": encode(count, UINT32)}
+    key, path = "quantize.imatrix.", wanted.imatrix
+    said = {f"{key}file": encode(path.name if path is not None else "collected")}
+    known = about_importance(path) if path is not None else {}
+    if "dataset" in known:
+        said[f"{key}dataset"] = encode(known["dataset"])
+    said[f"{key}entries_count"] = encode(count, UINT32)
+    if "chunks_count" in known:
+        said[f"{key}chunks_count"] = encode(known["chunks_count"], UINT32)
+    return said
 
 
 def _entries(source: GgufSource, asked: Asked) -> tuple[list[Entry], dict[str, Choice]]:

@@ -104,6 +104,8 @@ def test_importance_from_a_text_is_used_kept_and_compared(
     assert [t.data.tobytes() for t in first.tensors] == [t.data.tobytes() for t in second.tensors]
     assert second.fields["quantize.imatrix.file"].contents() == "i.gguf"
     assert second.fields["quantize.imatrix.entries_count"].contents() == 21
+    assert second.fields["quantize.imatrix.dataset"].contents() == "text.txt"
+    assert second.fields["quantize.imatrix.chunks_count"].contents() == 1
     assert llmx("convert-gguf", model, "--type", "q4_0", "-o", "c.gguf").exit_code == 0
     third = gguf.GGUFReader(tmp_path / "c.gguf")
     assert [t.data.tobytes() for t in first.tensors] != [t.data.tobytes() for t in third.tensors]
