@@ -97,7 +97,8 @@ def differences(options: argparse.Namespace, source: Path, pair: tuple[Path, Pat
         errors = [squared_error(one, exact, name, importance) ** 0.5 for one in (mine, other)]
         share = None if same is None else float(same)
         differ.append({"name": name, "types": kinds, "rms_error": errors, "equal_bytes": share})
-        if errors[0] > errors[1] * (1 + options.tolerance):
+        larger = mine.stored(name).nbytes > other.stored(name).nbytes
+        if larger or errors[0] > errors[1] * (1 + options.tolerance):
             worse.append(name)
     pairs = [stored_pairs(path) for path in pair]
     keys = sorted(key for key in {*pairs[0], *pairs[1]} if pairs[0].get(key) != pairs[1].get(key))
