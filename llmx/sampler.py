@@ -69,14 +69,21 @@ def draw(logits: Tensor, points: Points, kernels: Kernels) -> Draws:
 
 
 def _drawn_by_kernel(logits: Tensor, points: Points, kernels: Kernels) -> Draws:
-    sequences = points.sequences
-    for s in sequences:
-        if s.drawing is None:
-            s.drawing = _rule(s, kernels.get("draw_rule"))
-    rules, tokens = [s.drawing for s in sequences], [s.tokens for s in sequences]
+    rules, tokens = rules_of(points.sequences, kernels), [s.tokens for s in points.sequences]
     allowed = None if points.allowed is None else (points.allowed.at, points.allowed.tokens)
     drawn, scores = kernels.get("draw")(logits, rules, tokens, points.index, points.positions, points.path, allowed)
     return Draws(drawn) if scores is None else Draws(drawn, scores[0], (scores[1], scores[2]))
+
+
+def rules_of(sequences: list[Sequence], kernels: Kernels) -> list[Any]:
+    """What the kernel is told of each; the same objects for as long as a sequence lives."""
+    rules = [s.drawing for s in sequences]
+    if None in rules:
+        make = kernels.get("draw_rule")
+        for i, s in enumerate(sequences):
+            if s.drawing is None:
+                rules[i] = s.drawing = _rule(s, make)
+    return rules
 
 
 def _rule(sequence: Sequence, make: Callable[..., Any]) -> Any:

@@ -225,7 +225,7 @@ class Recorder(Engine):
         launched = super().launch(before)
         if launched is not None:
             self.steps.append(len(launched.batch.tokens))
-            self.hidden |= dict(zip(launched.batch.positions.tolist(), launched.hidden, strict=True))
+            self.hidden |= dict(zip(launched.batch.positions.tolist(), launched.hidden.clone(), strict=True))
         return launched
 
 

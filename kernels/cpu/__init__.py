@@ -12,6 +12,7 @@ KERNELS: dict[str, str] = {
     "philox_uniform": "random:philox_uniform",
     "draw": "sample:draw",
     "draw_rule": "sample:Rule",
+    "redraw": "sample:Redraw",
     **{op: f"linear:{op}" for op in ("linear_packed", "new_packed", "pack_codes", "pack_numbers", "unpack_linear")},
     "pack_blocks": "pack:pack_blocks",
     "quantize_blocks": "quantize:quantize_blocks",
@@ -19,6 +20,7 @@ KERNELS: dict[str, str] = {
     **{op: f"attention:{op}" for op in ("plan_attention", "attention")},
     **{op: f"rows:{op}" for op in ("rms_norm", "add_rms_norm", "norm_heads", "rope_and_write")},
     **{op: f"rows:{op}" for op in ("silu_mul", "gelu_mul", "gelu_tanh_mul", "add_scaled", "take_rows", "join_columns")},
+    "to_float32": "convert:wide",
     **{op: f"stored:{op}" for op in ("look_up", "can_look_up")},
     "recorder": "recording:Recorder",
 }

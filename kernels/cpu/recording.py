@@ -105,16 +105,16 @@ class _Watch(TorchDispatchMode):
         name = func._schema.name
         if name in ALLOCATIONS and (shape := _plain(name, args, kwargs)) is not None:
             return self.arena.empty(*shape)
-        if func.is_view or name in CONSTANTS:
+        if name in CONSTANTS:
             result = func(*args, **kwargs)
-            if name in CONSTANTS:
-                self.held.append(result)
+            self.held.append(result)
             return result
         with self:
             result = func.decompose(*args, **kwargs)  # ops made of others reach here whole in inference mode
-        if result is not NotImplemented:
+        if result is not NotImplemented:  # among them what is a view or else a copy: `to`, `reshape`, `contiguous`
             return result
-        self.refused = self.refused or name
+        if not func.is_view:
+            self.refused = self.refused or name
         return func(*args, **kwargs)
 
 

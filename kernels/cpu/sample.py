@@ -66,6 +66,15 @@ class Rule:
         return PACKED.pack(*self._before, self._at, *self._lists, self.prompt, count, *self._after, *self._numbers)
 
 
+def _packed(rules: list[Rule], tokens: list[list[int]]) -> np.ndarray:
+    return np.frombuffer(b"".join([r.packed(t) for r, t in zip(rules, tokens, strict=True)]), np.uint8)
+
+
+def _address(array: np.ndarray) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address
+
+
 def draw(
     logits: Tensor,
     rules: list[Rule],
@@ -86,7 +95,7 @@ def draw(
     assert logits.dtype == torch.float32
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     index, positions, path = index.contiguous(), positions.contiguous(), path.contiguous()
-    packed = np.frombuffer(b"".join([r.packed(t) for r, t in zip(rules, tokens, strict=True)]), np.uint8)
+    packed = _packed(rules, tokens)
     drawn = torch.empty(rows, dtype=torch.int64)
     scores, most = None, 0
     if any(rule.wanted >= 0 for rule in rules):
@@ -102,7 +111,7 @@ def draw(
         logits.stride(0),
         rows,
         vocab,
-        packed.__array_interface__["data"][0],
+        _address(packed),
         index.data_ptr(),
         positions.data_ptr(),
         path.data_ptr(),
@@ -113,3 +122,54 @@ def draw(
         torch.get_num_threads(),
     )
     return drawn, scores
+
+
+class Redraw:
+    """`draw` whose rules and tokens stay where they are, so that a recorded one goes by what was filled in last.
+
+    One token after each row's own sequence, of which nothing else is wanted. positions (rows,): where it will be.
+    """
+
+    def __init__(self, positions: Tensor) -> None:
+        rows = len(positions)
+        self.tokens = torch.empty(rows, dtype=torch.int64)  # (rows,) drawn
+        self._positions, self._index = positions, torch.arange(rows)
+        self._path = torch.full((rows, 1), -1)
+        self._packed = np.zeros(rows * PACKED.size, np.uint8)
+        self._rules: list[Rule] = []
+        self._growing = False  # rules say of which tokens there are how many
+
+    def fill(self, rules: list[Rule], tokens: list[list[int]]) -> None:
+        """What the next draw goes by. None of the rules wants log-probabilities."""
+        if rules != self._rules:
+            assert all(rule.wanted < 0 for rule in rules)
+            self._rules, self._growing = rules, any(rule.prompt is not None for rule in rules)
+        elif not self._growing:
+            return
+        self._packed[:] = _packed(rules, tokens)
+
+    def __call__(self, logits: Tensor) -> None:
+        """logits (rows, vocab) f32, of which only this draw makes use."""
+        library = native()
+        assert library is not None, "the table offers this only where the library is built"
+        assert logits.dtype == torch.float32
+        assert logits.stride(1) == 1
+        library.draw(
+            self.tokens.data_ptr(),
+            0,
+            0,
+            0,
+            0,
+            logits.data_ptr(),
+            logits.stride(0),
+            *logits.shape,
+            _address(self._packed),
+            self._index.data_ptr(),
+            self._positions.data_ptr(),
+            self._path.data_ptr(),
+            1,
+            0,
+            0,
+            0,
+            torch.get_num_threads(),
+        )

@@ -17,4 +17,5 @@ KERNELS: dict[str, str] = {
     "rope_and_write": "rope:rope_and_write",
     "silu_mul": "activation:silu_mul",
     "take_rows": "rows:take_rows",
+    "to_float32": "rows:to_float32",
 }

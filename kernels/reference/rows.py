@@ -20,3 +20,8 @@ def take_rows(x: Tensor, index: Tensor) -> Tensor:
 def join_columns(parts: Sequence[Tensor]) -> Tensor:
     """Tensors (rows, any) of one dtype -> (rows, sum of their widths), side by side."""
     return torch.cat(list(parts), -1)
+
+
+def to_float32(x: Tensor) -> Tensor:
+    """x in float32: itself where it is that already."""
+    return x.float()

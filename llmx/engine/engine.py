@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from llmx.batch import Batch, Drafts, Tips, build, tips_of
-from llmx.cache.blocks import BlockManager, GroupShape
+from llmx.cache.blocks import BlockManager, Copies, GroupShape
 from llmx.cache.pools import Cache, windows_of
-from llmx.core import Landed, Logprob, Request, Row, Sequence
+from llmx.core import Emitted, Landed, Logprob, Request, Row, Sequence
 from llmx.engine.constraints import Grammars
 from llmx.engine.graph import Graphs
+from llmx.engine.steady import Steady, SteadyStep
 from llmx.errors import UsageError
 from llmx.sampler import Draws, draw, likeliest
 from llmx.scheduler import Limits, Scheduler
@@ -28,18 +29,24 @@ if TYPE_CHECKING:
 PROMPT_ROWS = 256  # prompt positions whose logits are held at once
 SCORE_BYTES = 2**26  # of logits that are handed out at once
 
+NOTHING: dict[int, Logprob] = {}  # no log-probabilities of prompt tokens: a steady step computes none of those
+
 Take = Callable[[Sequence, int, Tensor], None]  # (sequence, position of the first row, logits (rows, vocab) f32)
 
 
 @dataclass(frozen=True)
 class Launched:
-    """The forward of one step, and what went into it."""
+    """The forward of one step, and what went into it; all of the step, if it was a steady one.
+
+    A steady step's tensors are the next one's too.
+    """
 
     rows: list[Row]
     drafts: Drafts
     batch: Batch
     hidden: Tensor
     taps: Tensor
+    steady: tuple[SteadyStep, list[int]] | None = None
 
 
 @dataclass(frozen=True)
@@ -51,6 +58,7 @@ class Decided:
     draws: Draws
     verdict: Verdict
     prompts: list[dict[int, Logprob]]
+    drawn: list[int] | None = None  # a steady step's, on the host already
 
 
 class Engine:
@@ -86,13 +94,13 @@ class Engine:
             every, len(specs), blocks, size, tap_dim=tap_dim, dtype=kv_dtype, device=device, poison=poison
         )
         self.graphs = Graphs(model, self.cache)
+        self.steady = Steady(self.graphs, needs)
         self.lent = Lent(model, self.cache, model.kernels)
         self.grammars = Grammars(tokenizer, model.config.vocab)
         self.flight: Decided | None = None
         self.computed_last = 0  # tokens of the last launch, if it launched anything
         self.take: Take | None = None  # who gets the logits that requests' `score_from` ask for
 
-    @torch.inference_mode()
     def step(self) -> list[Landed] | None:
         """One step, or with overlap the launch of one and the landing of the one before. None: nothing to do."""
         if self.scheduler.limits.overlap:
@@ -112,6 +120,13 @@ class Engine:
         self.computed_last = 0
         if not rows:
             return None
+        if not (copies or before or self.take) and (steady := self.steady.step(rows)) is not None:
+            step, self.computed_last = steady[0], len(rows)
+            return Launched(rows, step.drafts, step.batch, step.hidden, step.taps, steady)
+        return self._launch(rows, copies, before)
+
+    @torch.inference_mode()
+    def _launch(self, rows: list[Row], copies: Copies, before: Decided | None) -> Launched:
         self.cache.copy(copies)
         tips = follow(tips_of(rows, self.cache.size, self.device), before)
         drafts = self.drafter.propose(tips, self.lent)
@@ -122,6 +137,13 @@ class Engine:
 
     def decide(self, step: Launched) -> Decided:
         """Drafter first (it reads the taps of the step before), then KV and taps: so hashes come after both."""
+        if step.steady is not None:
+            done, drawn = step.steady
+            return Decided(step.rows, step.drafts, done.draws, done.verdict, [], drawn)
+        return self._decide(step)
+
+    @torch.inference_mode()
+    def _decide(self, step: Launched) -> Decided:
         rows, drafts, batch = step.rows, step.drafts, step.batch
         hand_out(self.model, rows, batch, step.hidden, self.take)
         logits = self.model.head(step.hidden if batch.plain else step.hidden[batch.sample])
@@ -141,6 +163,8 @@ class Engine:
 
     def land(self, step: Decided) -> list[Landed]:
         """The one trip to the host."""
+        if step.drawn is not None:
+            return self.scheduler.commit(step.rows, [Emitted([token], None, NOTHING) for token in step.drawn])
         return self.scheduler.commit(step.rows, emit(step.rows, step.drafts, step.verdict, step.draws, step.prompts))
 
     def add(self, request: Request) -> list[Sequence]:

@@ -39,7 +39,7 @@ class Graph:
             positions=torch.empty_like(batch.positions),
             prefix=torch.empty_like(batch.prefix),
             slots=[torch.empty_like(slots) for slots in batch.slots],
-            tables=[table.new_zeros(len(table), _width(table)) for table in batch.tables],
+            tables=[table.new_zeros(len(table), table_width(table.shape[1])) for table in batch.tables],
             base=torch.empty_like(batch.base),
             paths=None if batch.paths is None else batch.paths.contiguous().clone(),
         )
@@ -85,7 +85,7 @@ class Graphs:
         self.model, self.cache = model, cache
         kernels = model.kernels
         usable = model.group.size == 1 and kernels.has("recorder") and os.environ.get("LLMX_GRAPH") != "0"
-        self._recorder = kernels.get("recorder")() if usable else None
+        self.recorder = kernels.get("recorder")() if usable else None
         self._graphs: OrderedDict[Key, Graph] = OrderedDict()
         self._seen: OrderedDict[Key, None] = OrderedDict()
         self._refused: set[Key] = set()
@@ -96,10 +96,10 @@ class Graphs:
 
     def forward(self, batch: Batch, taps: tuple[int, ...] = ()) -> tuple[Tensor, Tensor]:
         """As the model's: hidden (T, hidden) and taps (T, len(taps) * hidden), to the bit."""
-        if self._recorder is None or len(batch.tokens) > MOST_TOKENS:
+        if self.recorder is None or len(batch.tokens) > MOST_TOKENS:
             return self._eager(batch, taps)
         depth = None if batch.paths is None else batch.paths.shape[1]
-        widths = tuple(_width(table) for table in batch.tables)
+        widths = tuple(table_width(table.shape[1]) for table in batch.tables)
         key = (len(batch.tokens), len(batch.lengths), widths, depth, taps, torch.get_num_threads())
         if (graph := self._graphs.get(key)) is not None:
             self._graphs.move_to_end(key)
@@ -110,7 +110,7 @@ class Graphs:
         if key in self._seen:
             del self._seen[key]
             return self._record(key, batch, taps)
-        _remember(self._seen, key, None)
+        remember(self._seen, key, None)
         return self._eager(batch, taps)
 
     def _eager(self, batch: Batch, taps: tuple[int, ...]) -> tuple[Tensor, Tensor]:
@@ -118,18 +118,18 @@ class Graphs:
         return found
 
     def _record(self, key: Key, batch: Batch, taps: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        assert self._recorder is not None
+        assert self.recorder is not None
         graph = Graph(batch)
-        results, graph.recorded = self._recorder.record(
+        results, graph.recorded = self.recorder.record(
             lambda: self.model.forward(graph.batch, self.cache, taps=taps, plans=graph.plans)
         )
         if graph.recorded is None:
             self._refused.add((taps, batch.paths is None))
-            log.debug("no graphs for this model: its forward calls %s", self._recorder.refused)
+            log.debug("no graphs for this model: its forward calls %s", self.recorder.refused)
             hidden, seen = results
             return hidden, seen
         graph.results = results
-        _remember(self._graphs, key, graph)
+        remember(self._graphs, key, graph)
         return _copied(*graph.results)
 
 
@@ -138,11 +138,12 @@ def _copied(hidden: Tensor, taps: Tensor) -> tuple[Tensor, Tensor]:
     return hidden.clone(), taps.clone() if taps.shape[1] else hidden.new_empty(len(hidden), 0)
 
 
-def _remember(found: OrderedDict[Key, Any], key: Key, value: Any) -> None:
+def remember(found: OrderedDict[Key, Any], key: Key, value: Any) -> None:
     found[key] = value
     if len(found) > MOST_GRAPHS:
         found.popitem(last=False)
 
 
-def _width(table: Tensor) -> int:
-    return max(LEAST_BLOCKS, 1 << (table.shape[1] - 1).bit_length())
+def table_width(blocks: int) -> int:
+    """Of a recorded forward's tables, where the longest has so many blocks."""
+    return max(LEAST_BLOCKS, 1 << (blocks - 1).bit_length())

@@ -134,6 +134,7 @@ class Decoder:
         # the factor is rounded to the model's dtype
         self._embedding_scale = torch.tensor(shape.embedding_scale, dtype=self.embedding.dtype).item()
         self._add_scaled, self._join = kernels.get("add_scaled"), kernels.get("join_columns")
+        self._widen = kernels.get("to_float32")
         rules = {rule for i in range(shape.layers) if (rule := shape.rope_of(i)) is not None}
         self.ropes = {rule: Rope(rule, length, device, kernels) for rule in rules}
         self.layers = [Block(shape, i, weights, kernels, self.group) for i in range(shape.layers)]
@@ -158,9 +159,9 @@ class Decoder:
 
     def head(self, x: Tensor) -> Tensor:
         """(rows, hidden) after the norm -> (rows, vocab) logits, f32"""
-        logits = self.group.gather(self.output(x))[:, : self.config.vocab].float()
+        logits: Tensor = self._widen(self.group.gather(self.output(x))[:, : self.config.vocab])
         if self.config.logit_scale != 1.0:
-            logits = logits * self.config.logit_scale
+            logits = self._add_scaled(logits, self.config.logit_scale, None)
         if self.config.logit_cap:
             logits = torch.tanh(logits / self.config.logit_cap) * self.config.logit_cap
         return logits

@@ -15,6 +15,7 @@ from engine.common import (
     CPU,
     KINDS,
     LENGTH,
+    SIZE,
     STD,
     VOCAB,
     Truth,
@@ -31,14 +32,17 @@ from engine.common import model as reference_model
 from engine.drafters import Replay
 from tiny_models import every_tiny
 
-from llmx.batch import Batch
-from llmx.core import Request, SamplingParams
+from llmx.batch import Batch, Drafts, tips_of
+from llmx.batch import build as build_batch
+from llmx.core import Request, Row, SamplingParams
 from llmx.engine import graph
 from llmx.engine.graph import Graphs
+from llmx.engine.steady import Steady, SteadyStep
 from llmx.formats.fields import Fields
 from llmx.kernels import Kernels, cpu
 from llmx.loading import RandomWeights
 from llmx.models.llama import Model
+from llmx.sampler import Points, draw
 from llmx.speculative.base import Needs, NoDrafter
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason=f"cpu kernels: {cpu.describe()}")
@@ -64,6 +68,34 @@ class Compared(Graphs):
         return found
 
 
+class ComparedSteady(Steady):
+    """Each step once more without a recording."""
+
+    def __init__(self, graphs: Compared, needs: Needs) -> None:
+        super().__init__(graphs, needs)
+        self.graphs = graphs
+
+    @torch.inference_mode()
+    def step(self, rows: list[Row]) -> tuple[SteadyStep, list[int]] | None:
+        before = self.runs
+        found = super().step(rows)
+        if found is not None and self.runs > before:
+            step, drawn = found
+            model, batch = self.graphs.model, build_batch(tips_of(rows, SIZE, CPU), Drafts.none(len(rows), CPU))
+            hidden = step.hidden.clone()
+            for name in ("tokens", "positions", "prefix", "base", "start", "sequence", "sample", "lengths", "counts"):
+                assert same(getattr(batch, name), getattr(step.batch, name)), name
+            assert torch.equal(hidden, self.graphs._eager(batch, ())[0])
+            points = Points([row.sequence for row in rows], batch.sample, batch.prefix, batch.node[:, None])
+            assert draw(model.head(hidden), points, model.kernels).tokens.tolist() == drawn
+            self.graphs.compared += 1
+        return found
+
+
+def same(one: Any, other: Any) -> bool:
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+
+
 @cache
 def native(windows: str, dtype: torch.dtype) -> Model:
     """The tests' tiny model on the C++ kernels."""
@@ -78,8 +110,13 @@ def build(of: Any, config: Any, dtype: torch.dtype) -> Any:
 
 def compared(windows: str, dtype: torch.dtype, **options: Any) -> tuple[Watched, Compared]:
     made = engine(windows, dtype, of=native(windows, dtype), **options)
-    made.graphs = graphs = Compared(made.model, made.cache)
-    return made, graphs
+    return made, watch(made)
+
+
+def watch(run: Watched) -> Compared:
+    run.graphs = graphs = Compared(run.model, run.cache)
+    run.steady = ComparedSteady(graphs, run.drafter.needs)
+    return graphs
 
 
 @cache
@@ -88,7 +125,7 @@ def truth(windows: str, dtype: torch.dtype) -> Truth:
     found, hidden = {}, {}
     for request in requests():
         alone = engine(windows, dtype, of=native(windows, dtype), prefix_caching=False)
-        alone.graphs._recorder = None
+        alone.graphs.recorder = None
         for sequence in alone.run([request]):
             found[key_of(sequence)] = said(alone, sequence)
         hidden |= alone.hidden
@@ -145,14 +182,14 @@ def test_a_text_that_outgrows_its_table_gets_a_wider_graph() -> None:
     run, graphs = compared("mixed", torch.float32, running=2)
     made = [Request(str(i), tuple(range(1, 9 + i)), SamplingParams(max_tokens=300, seed=i)) for i in range(2)]
     run.run(made)
-    assert {key[2][0] for key in graphs._graphs if key[1] == 2} == {16, 32, 64}
+    assert {key[1] for key in run.steady._steps if key[0] == 2} == {16, 32, 64}
     assert graphs.compared > 250
 
 
 def test_every_count_of_rows_up_to_32() -> None:
     run, graphs = compared("full", torch.float32)
     run.run([Request(str(i), (1 + i, 2, 3), SamplingParams(max_tokens=4 + 4 * i, seed=i)) for i in range(32)])
-    assert {key[1] for key in graphs._graphs} >= set(range(1, 33))
+    assert {key[0] for key in run.steady._steps} >= set(range(1, 33))
     assert graphs.compared > 50
 
 
@@ -161,11 +198,12 @@ def test_every_count_of_rows_up_to_32() -> None:
 def test_the_forward_of_every_family_is_recorded(tiny: Any, dtype: torch.dtype) -> None:
     config = tiny.family.Config.from_hf(Fields(tiny.config_json(), "config.json"))
     run = engine(of=build(tiny.family.Model, config, dtype), dtype=dtype)
-    run.graphs = graphs = Compared(run.model, run.cache)
+    graphs = watch(run)
     rng = random.Random(1)
     prompts = [tuple(rng.randrange(3, 150) for _ in range(length)) for length in (40, 7, 3)]
     run.run([Request(str(i), p, SamplingParams(max_tokens=24, temperature=0.0, seed=0)) for i, p in enumerate(prompts)])
-    assert not graphs._refused, graphs._recorder.refused if graphs._recorder else None
+    assert not graphs._refused, graphs.recorder.refused if graphs.recorder else None
+    assert (run.steady.runs > 15) == (not config.logit_cap)
     assert graphs.compared > 15
 
 
@@ -177,7 +215,7 @@ def few_graphs(monkeypatch: pytest.MonkeyPatch) -> int:
 
 def test_many_shapes_take_no_more_memory_than_a_few(few_graphs: int) -> None:
     run, graphs = compared("full", torch.float32, running=32)
-    assert graphs._recorder is not None
+    assert graphs.recorder is not None
 
     def serve(seed: int) -> int:
         rng = random.Random(seed)
@@ -187,8 +225,8 @@ def test_many_shapes_take_no_more_memory_than_a_few(few_graphs: int) -> None:
             for i in range(32)
         ]  # fmt: skip
         run.run(made)
-        assert len(graphs) == few_graphs
-        return int(graphs._recorder.arena.bytes)
+        assert len(run.steady) == few_graphs
+        return int(graphs.recorder.arena.bytes)
 
     first = [serve(seed) for seed in range(3)][-1]
     assert [serve(seed) for seed in range(3, 6)][-1] <= 1.5 * first
@@ -209,26 +247,26 @@ def test_a_forward_with_a_torch_op_runs_without_graphs() -> None:
     finally:
         of.layers[1] = layer
     assert graphs._refused == {((), True)}
-    assert len(graphs) == graphs.replays == 0
+    assert len(graphs) == graphs.replays == len(run.steady) == run.steady.runs == 0
 
 
 def test_graphs_are_off_on_request_and_among_several_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     run = engine("full", of=native("full", torch.float32))
-    assert run.graphs._recorder is not None
+    assert run.graphs.recorder is not None
     of = native("full", torch.float32)
 
     class Two:
         kernels = of.kernels
         group = type("Group", (), {"size": 2})
 
-    assert Graphs(Two(), run.cache)._recorder is None
+    assert Graphs(Two(), run.cache).recorder is None
     monkeypatch.setenv("LLMX_GRAPH", "0")
-    assert Graphs(of, run.cache)._recorder is None
-    assert engine("full").graphs._recorder is None, "the reference records nothing"
+    assert Graphs(of, run.cache).recorder is None
+    assert engine("full").graphs.recorder is None, "the reference records nothing"
 
 
 def test_logits_after_a_replay_do_not_change_with_the_next_one() -> None:
-    run = engine("full", of=native("full", torch.float32))
+    run = engine("full", of=native("full", torch.float32), drafter=Taps())
     kept = []
 
     class Keeping(Graphs):
@@ -250,7 +288,7 @@ import sys
 from llmx import LLM, SamplingParams
 with LLM("random:tiny", device="cpu") as llm:
     llm.generate([[1, 2, 3]], SamplingParams(max_tokens=8, temperature=0, ignore_eos=True))
-    assert llm._client.core.engine.graphs.replays > 0
+    assert llm._client.core.engine.steady.runs > 0
 print([name for name in ("torch._dynamo", "torch._inductor", "sympy") if name in sys.modules])
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -164,6 +166,29 @@ def test_what_torch_computes_is_not_recorded() -> None:
     with torch.inference_mode():
         _, recorded = recorder.record(lambda: add(x, 2.0, None).flatten(1)[1:].unflatten(1, (2, 4)).float())
         assert recorded is not None, recorder.refused
+
+
+@pytest.mark.parametrize(
+    "convert",
+    [
+        lambda x: x.bfloat16(),
+        lambda x: x.to(torch.float64),
+        lambda x: x.T.contiguous(),
+        lambda x: x.T.reshape(-1),
+        lambda x: x.T.flatten(),
+    ],
+    ids=["bfloat16", "to", "contiguous", "reshape", "flatten"],
+)
+@pytest.mark.parametrize("inference", [False, True])
+def test_an_op_that_copies_where_a_view_will_not_do_is_not_recorded(
+    convert: Callable[[Tensor], Tensor], inference: bool
+) -> None:
+    recorder, add, x = NATIVE.get("recorder")(), NATIVE.get("add_scaled"), draw(2, 8)
+    with torch.inference_mode(inference):
+        result, recorded = recorder.record(lambda: convert(add(x, 2.0, None)))
+    assert torch.equal(result, convert(x * 2))
+    assert recorded is None
+    assert recorder.refused in ("aten::_to_copy", "aten::clone")
 
 
 def test_an_error_ends_a_recording() -> None:
