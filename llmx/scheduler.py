@@ -81,10 +81,12 @@ class Scheduler:
                 budget -= row.count
         if self.preemptions == before:
             budget = self._admit(rows, copies, budget)
-        for i, row in enumerate(rows):
-            rows[i] = self._with_room(row, budget, copies)
-            budget -= rows[i].room
-            row.sequence.flying = rows[i]
+        if self.limits.draft_tokens:
+            for i, row in enumerate(rows):
+                rows[i] = self._with_room(row, budget, copies)
+                budget -= rows[i].room
+        for row in rows:
+            row.sequence.flying = row
         return rows, copies
 
     def _admit(self, rows: list[Row], copies: Copies, budget: int) -> int:
@@ -108,6 +110,8 @@ class Scheduler:
 
     def _row(self, sequence: Sequence, budget: int, copies: Copies, preempt: bool) -> Row | None:
         flying, start, remaining = sequence.flying, sequence.computed, sequence.remaining
+        if flying is None and remaining == 1 and budget and self.blocks.fits(sequence, start + 1):
+            return Row(sequence, start, 1, draws=True)  # nearly always: the token that it drew last
         if flying is not None:
             start += flying.count  # at least: from `computed`, since the flying row's own start may have been a guess
             remaining = 1 if flying.draws else len(sequence.tokens) - start
@@ -129,7 +133,7 @@ class Scheduler:
     def _with_room(self, row: Row, budget: int, copies: Copies) -> Row:
         """Drafts use what is left of budget and pool; they never cost anybody else a block."""
         sequence = row.sequence
-        if not self.limits.draft_tokens or not row.draws or row.count > 1 or (row.after and self.limits.host_drafter):
+        if not row.draws or row.count > 1 or (row.after and self.limits.host_drafter):
             return row
         depth = sequence.request.max_tokens - sequence.output_len - (2 if row.after else 1)
         room = min(self.limits.draft_tokens, budget)
@@ -172,13 +176,15 @@ class Scheduler:
             sequence.drafted += new.drafted
             self.blocks.publish(sequence)
             self.blocks.pass_window(sequence)
-            self._fork(sequence)
+            if sequence.unborn:
+                self._fork(sequence)
             if sequence.finish:
                 self._end(sequence)
-            elif not sequence.flying:
+            elif not sequence.flying and self.limits.draft_tokens:
                 self.blocks.shrink(sequence, len(sequence.tokens))
             logprobs = None if new.logprobs is None else new.logprobs[:said]
-            landed.append(Landed(sequence, new.tokens[:said], logprobs, new.prompt_logprobs))
+            tokens = new.tokens if said == len(new.tokens) else new.tokens[:said]
+            landed.append(Landed(sequence, tokens, logprobs, new.prompt_logprobs))
         return landed
 
     def abort(self, sequence: Sequence) -> None:
@@ -208,15 +214,16 @@ class Scheduler:
 
 def take(sequence: Sequence, new: Emitted) -> int:
     """Token by token, as if there had been no drafts: what comes after a stop was never said. How many were said."""
+    request, length = sequence.request, sequence.output_len
     for i, token in enumerate(new.tokens):
         sequence.tokens.append(token)
         sequence.accepted += i < len(new.tokens) - 1
-        length = sequence.output_len
-        if token in sequence.request.stops and length > sequence.request.params.min_tokens:
+        length += 1
+        if token in request.stops and length > request.params.min_tokens:
             sequence.finish, sequence.stopped_by = "stop", token
         elif sequence.constraint is not None and (ended := sequence.constraint.push(token)):
             sequence.finish = ended
-        elif length >= sequence.request.max_tokens:
+        elif length >= request.max_tokens:
             sequence.finish = "length"
         if sequence.finish:
             return i + 1

@@ -110,16 +110,26 @@ class BlockManager:
     def least_free(self) -> int:
         return min(len(pool.free) for pool in self.pools)
 
+    def fits(self, sequence: Sequence, end: int) -> bool:
+        """Whether slots [computed, end) exist and are this sequence's alone."""
+        first, last = sequence.computed // self.size, -(-end // self.size)
+        if not sequence.tables:
+            return False
+        for pool, table in zip(self.pools, sequence.tables, strict=True):
+            if len(table) < last:
+                return False
+            for block in table[first:last]:
+                if pool.refs[block] > 1 or block in pool.hash_of:
+                    return False
+        return True
+
     def reserve(self, sequence: Sequence, end: int) -> Copies | None:
         """Make slots [computed, end) exist and be this sequence's alone. None, and nothing changed: they don't fit."""
+        if self.fits(sequence, end):
+            return []
         if not sequence.tables:
             sequence.tables = [[] for _ in self.pools]
         first, last = sequence.computed // self.size, self.blocks_for(end)
-        for pool, table in zip(self.pools, sequence.tables, strict=True):
-            if len(table) < last or any(pool.refs[b] > 1 or b in pool.hash_of for b in table[first:last]):
-                break
-        else:  # nearly always: the block that the last token went to has room for one more
-            return []
         shared = []
         for pool, table in zip(self.pools, sequence.tables, strict=True):
             mine = [i for i in range(first, min(len(table), last)) if pool.refs[table[i]] > 1]
@@ -197,6 +207,8 @@ class BlockManager:
     def pass_window(self, sequence: Sequence) -> None:
         """Free blocks that no query from `computed` on looks into. `computed` never goes back while tables live."""
         for pool, table in zip(self.pools, sequence.tables, strict=True):
+            if pool.window is None:
+                continue
             for i in reversed(range(min(pool.first_needed(sequence.computed, self.size), len(table)))):
                 if not table[i]:
                     break

@@ -184,7 +184,7 @@ class Core:
             sequence.finish,
             sequence.stopped_by,
             None if item.logprobs is None else tuple(item.logprobs),
-            tuple(sorted(item.prompt_logprobs.items())),
+            tuple(sorted(item.prompt_logprobs.items())) if item.prompt_logprobs else (),
             first.started,
         )
         if sequence.finish:
