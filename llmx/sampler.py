@@ -78,12 +78,13 @@ def _drawn_by_kernel(logits: Tensor, points: Points, kernels: Kernels) -> Draws:
 def rules_of(sequences: list[Sequence], kernels: Kernels) -> list[Any]:
     """What the kernel is told of each; the same objects for as long as a sequence lives."""
     rules = [s.drawing for s in sequences]
-    if None in rules:
-        make = kernels.get("draw_rule")
-        for i, s in enumerate(sequences):
-            if s.drawing is None:
-                rules[i] = s.drawing = _rule(s, make)
-    return rules
+    if None not in rules:
+        return rules
+    make = kernels.get("draw_rule")
+    for s in sequences:
+        if s.drawing is None:
+            s.drawing = _rule(s, make)
+    return [s.drawing for s in sequences]
 
 
 def _rule(sequence: Sequence, make: Callable[..., Any]) -> Any:
