@@ -113,10 +113,18 @@ class Core:
             return []
         self._count(landed)
         told: list[Message] = []
-        broken = [item.sequence for item in landed if item.sequence.finish == "abort"]
-        told += [self._told(item) for item in landed if self._is_news(item) and item.sequence not in broken]
+        broken: list[Sequence] = []
+        ended: set[str] = set()
+        for item in landed:
+            news, sequence = self._is_news(item), item.sequence
+            if sequence.finish:
+                ended.add(sequence.request.id)
+            if sequence.finish == "abort":
+                broken.append(sequence)
+            elif news:
+                told.append(self._told(item))
         told += self._refuse(broken)
-        for id in {item.sequence.request.id for item in landed if item.sequence.finish}:
+        for id in ended:
             self._forget(id)  # after all were told: several choices of a request may finish in one step
         return told
 
