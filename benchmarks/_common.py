@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
@@ -26,6 +28,21 @@ def commit() -> str | None:
     head = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=False)
     changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=False)
     return head.stdout.strip() + ("+" if changed.stdout.strip() else "") if head.returncode == 0 else None
+
+
+def timed(command: list[str], log: Path) -> dict[str, Any]:
+    """Runs it to its end: seconds, CPU seconds, peak memory; RuntimeError with its last words if it fails."""
+    began = time.monotonic()
+    with log.open("w") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+        _, status, usage = os.wait4(process.pid, 0)
+    if status:
+        raise RuntimeError(f"{' '.join(command[:4])} ...: {log.read_text()[-800:]}")
+    return {
+        "seconds": time.monotonic() - began,
+        "cpu_seconds": usage.ru_utime + usage.ru_stime,
+        "peak_rss_bytes": usage.ru_maxrss * 1024,
+    }
 
 
 def versions(*packages: str) -> dict[str, str | None]:

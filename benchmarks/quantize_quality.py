@@ -16,17 +16,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
-import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from _common import publish, say
+from _common import publish, say, timed
 
 from llmx.formats.hub import locate
 from llmx.quantize.calibration import read
@@ -51,21 +48,6 @@ class Entry:
     name: str
     make: Callable[[Path], dict[str, Any]]
     found: dict[str, Any] = field(default_factory=dict)
-
-
-def timed(command: list[str], log: Path) -> dict[str, Any]:
-    """Runs it to its end: seconds, CPU seconds, peak memory; RuntimeError with its last words if it fails."""
-    began = time.monotonic()
-    with log.open("w") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
-        _, status, usage = os.wait4(process.pid, 0)
-    if status:
-        raise RuntimeError(f"{' '.join(command[:4])} ...: {log.read_text()[-800:]}")
-    return {
-        "seconds": time.monotonic() - began,
-        "cpu_seconds": usage.ru_utime + usage.ru_stime,
-        "peak_rss_bytes": usage.ru_maxrss * 1024,
-    }
 
 
 def round_to_nearest(source: Path, out: Path, group: int, symmetric: bool) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
     PYTHON quantizers.py TOOL SOURCE TOKENS.json OUT GROUP      # TOKENS: a list of lists of token ids
 
-TOOL: llm-compressor-gptq (symmetric), gptqmodel-gptq (symmetric), gptqmodel-awq (asymmetric).
+TOOL: llm-compressor-gptq (symmetric), gptqmodel-gptq (symmetric), gptqmodel-awq (asymmetric), autoawq-awq (asymmetric;
+for its time alone: on a CPU it writes broken weights).
 """
 
 from __future__ import annotations
@@ -55,6 +56,21 @@ def gptqmodel_awq(source: str, texts: Texts, out: str, group: int) -> None:
         bits=4, group_size=group, sym=False, method=METHOD.AWQ, format=FORMAT.GEMM, device="cpu"
     )  # fmt: skip
     gptqmodel(source, texts, out, config)
+
+
+def autoawq_awq(source: str, texts: Texts, out: str, group: int) -> None:
+    import torch
+    from awq import AutoAWQForCausalLM
+
+    # float32, as above
+    model = AutoAWQForCausalLM.from_pretrained(source, torch_dtype=torch.float32, device_map="cpu")
+    config = {"zero_point": True, "q_group_size": group, "w_bit": 4, "version": "GEMM"}
+    longest = max(map(len, texts))
+    # no tokenizer: the calibration comes as ids
+    model.quantize(
+        None, config, calib_data=texts, max_calib_samples=len(texts), max_calib_seq_len=longest
+    )  # fmt: skip
+    model.save_quantized(out)
 
 
 def main() -> None:
