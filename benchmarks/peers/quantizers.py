@@ -36,9 +36,13 @@ def llm_compressor_gptq(source: str, texts: Texts, out: str, group: int) -> None
 
 
 def gptqmodel(source: str, texts: Texts, out: str, config: Any) -> None:
+    import torch
     from gptqmodel import GPTQModel
+    from gptqmodel.nn_modules.qlinear.torch_awq import AwqTorchLinear
 
-    model = GPTQModel.load(source, config)
+    # as above; its packing rounds scales to float16 whatever they are, but would refuse float32
+    AwqTorchLinear.SUPPORTS_DTYPES.append(torch.float32)
+    model = GPTQModel.load(source, config, dtype=torch.float32)
     model.quantize([{"input_ids": text, "attention_mask": [1] * len(text)} for text in texts], batch_size=1)
     model.save(out)
 
