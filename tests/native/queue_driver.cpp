@@ -153,6 +153,7 @@ int main(int count, char** arguments) {
   sleepy_jobs(jobs / 20);
   several_callers(4, jobs / 4);
   in_a_forked_child(jobs / 20);
+  job((1 << 21) + 5, 3);  // more than the words of the queue can count
 #if defined(DRIVE_KERNELS)
   kernels();
   kernels_from_several_callers();

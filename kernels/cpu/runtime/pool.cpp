@@ -26,13 +26,17 @@ inline void relax() {
 #endif
 }
 
+// A thread's tasks of a job, in one word: the job's number, the first task that nobody has claimed, and one past the last.
 constexpr int TASK_BITS = 20;
-constexpr uint64_t TASK_MASK = (uint64_t{1} << TASK_BITS) - 1;
+constexpr int64_t MOST_TASKS = (int64_t{1} << TASK_BITS) - 1;
+constexpr uint64_t ONE_FIRST = uint64_t{1} << TASK_BITS, ONE_LAST = 1;
 
 inline uint32_t number_of(uint64_t word) { return static_cast<uint32_t>(word >> 2 * TASK_BITS); }
-inline int64_t tasks_of(uint64_t word) { return static_cast<int64_t>(word >> TASK_BITS & TASK_MASK); }
-inline uint64_t word_of(uint32_t number, int64_t tasks) {
-  return static_cast<uint64_t>(number) << 2 * TASK_BITS | static_cast<uint64_t>(tasks) << TASK_BITS;
+inline int64_t first_of(uint64_t word) { return static_cast<int64_t>(word >> TASK_BITS & MOST_TASKS); }
+inline int64_t last_of(uint64_t word) { return static_cast<int64_t>(word & MOST_TASKS); }
+inline uint64_t word_of(uint32_t number, int64_t first, int64_t last) {
+  return static_cast<uint64_t>(number) << 2 * TASK_BITS | static_cast<uint64_t>(first) << TASK_BITS |
+         static_cast<uint64_t>(last);
 }
 
 // Where a thread sleeps until somebody has a reason to wake it: whoever makes its condition true looks at `asleep`
@@ -57,6 +61,7 @@ struct alignas(64) Bed {
 
 // Of each thread; number 0 is whoever calls.
 struct Member {
+  alignas(64) std::atomic<uint64_t> tasks{0};  // what it has yet to do of a job
   Bed bed;
   Delay delay;
   std::atomic<bool> ready{false};  // its delay can be read
@@ -64,13 +69,14 @@ struct Member {
   int64_t size = 0;
 };
 
-// One job at a time. `next` holds the job's number, how many tasks it has and the next one: who comes late finds
-// another number or no task and fails to claim. `run` and `context` are read after a claim, and not rewritten before
-// the last claimed task is done.
+// One job at a time. Each thread begins with a range of its tasks of its own, which it goes through from the front: it
+// reads memory as one stream, and nobody else touches that word. Then it takes from the ends of the others' ranges. Who
+// comes late finds another job's number, or no task, and fails to claim. `run` and `context` are read after a claim, and
+// not rewritten before the last claimed task is done.
 struct Pool {
   std::mutex one;  // job at a time
-  alignas(64) std::atomic<uint64_t> next{0};
-  std::atomic<int> wanted{0};  // threads that may help
+  alignas(64) std::atomic<uint32_t> current{0};  // the job's number
+  std::atomic<int> wanted{0};                   // threads that may help
   Task run = nullptr;
   void* context = nullptr;
   alignas(64) std::atomic<int64_t> done{0};
@@ -80,15 +86,20 @@ struct Pool {
   bool full = false;  // the system gives no more threads
   Member members[MOST];
 
-  int64_t work(uint32_t job, int thread) {
+  int64_t work(uint32_t job, int thread, int team) {
     int64_t finished = 0;
-    for (;;) {
-      uint64_t seen = next.load(std::memory_order_acquire);
-      const uint64_t task = seen & TASK_MASK;
-      if (number_of(seen) != job || static_cast<int64_t>(task) >= tasks_of(seen)) break;
-      if (!next.compare_exchange_weak(seen, seen + 1, std::memory_order_acq_rel)) continue;
-      run(context, static_cast<int64_t>(task), thread);
-      ++finished;
+    for (int turn = 0; turn < team; ++turn) {
+      const bool own = turn == 0;
+      std::atomic<uint64_t>& tasks = members[(thread + turn) % team].tasks;
+      uint64_t seen = tasks.load(std::memory_order_acquire);
+      while (number_of(seen) == job && first_of(seen) < last_of(seen)) {
+        const int64_t task = own ? first_of(seen) : last_of(seen) - 1;
+        const uint64_t left = own ? seen + ONE_FIRST : seen - ONE_LAST;
+        if (!tasks.compare_exchange_weak(seen, left, std::memory_order_acq_rel, std::memory_order_acquire)) continue;
+        run(context, task, thread);
+        ++finished;
+        seen = tasks.load(std::memory_order_acquire);
+      }
     }
     if (finished) done.fetch_add(finished, std::memory_order_seq_cst);
     return finished;
@@ -101,14 +112,16 @@ struct Pool {
     uint32_t last = 0;
     int64_t since = 0;  // when it began to wait; 0: not known yet
     uint32_t job = 0;
-    const auto called = [&] {  // `wanted` is read after `next`: if it isn't that job's, the job is over
-      job = number_of(next.load(std::memory_order_seq_cst));
-      return job != last && thread < wanted.load(std::memory_order_seq_cst);
+    int team = 0;
+    const auto called = [&] {  // `wanted` is read after the number: if it isn't that job's, the job is over
+      job = current.load(std::memory_order_seq_cst);
+      team = wanted.load(std::memory_order_seq_cst);
+      return job != last && thread < team;
     };
     for (int spins = 1;; ++spins) {
       if (called()) {
         last = job;
-        if (work(job, thread)) members[0].bed.wake();
+        if (work(job, thread, team)) members[0].bed.wake();
         since = 0, spins = 0;
       } else if (spins % SPINS != 0) {
         relax();
@@ -125,8 +138,8 @@ struct Pool {
     while (helpers < threads - 1 && !full) {
       const int thread = helpers + 1;
       try {
-        std::thread made([this, thread] { serve(thread); });
-        made.detach();
+        std::thread helper([this, thread] { serve(thread); });
+        helper.detach();
         ++helpers;
       } catch (const std::system_error&) {
         full = true;
@@ -135,13 +148,16 @@ struct Pool {
   }
 
   void share(Task task, void* with, int64_t tasks, int team) {
-    const uint32_t number = number_of(word_of(number_of(next.load(std::memory_order_relaxed)) + 1, 0));  // wraps
+    const uint32_t number = number_of(word_of(current.load(std::memory_order_relaxed) + 1, 0, 0));  // wraps
     run = task, context = with;
     done.store(0, std::memory_order_relaxed);
     wanted.store(team, std::memory_order_seq_cst);
-    next.store(word_of(number, tasks), std::memory_order_seq_cst);
+    for (int thread = 0; thread < team; ++thread)
+      members[thread].tasks.store(word_of(number, tasks * thread / team, tasks * (thread + 1) / team),
+                                  std::memory_order_release);
+    current.store(number, std::memory_order_seq_cst);
     for (int thread = 1; thread < team; ++thread) members[thread].bed.wake();
-    work(number, 0);
+    work(number, 0, team);
     wait(tasks);
   }
 
@@ -176,33 +192,50 @@ struct Pool {
 };
 
 // Never destroyed: its threads may be running when the process ends.
-std::atomic<Pool*> current{nullptr};
+std::atomic<Pool*> made{nullptr};
 std::atomic_flag making = ATOMIC_FLAG_INIT;
 
 // A forked child has none of its parent's threads.
 void forget() {
-  current.store(nullptr, std::memory_order_relaxed);
+  made.store(nullptr, std::memory_order_relaxed);
   making.clear(std::memory_order_relaxed);
 }
 
 Pool& pool() {
-  Pool* found = current.load(std::memory_order_acquire);
+  Pool* found = made.load(std::memory_order_acquire);
   if (found != nullptr) return *found;
   while (making.test_and_set(std::memory_order_acquire)) std::this_thread::yield();
-  found = current.load(std::memory_order_acquire);
+  found = made.load(std::memory_order_acquire);
   if (found == nullptr) {
     static const int watched = pthread_atfork(nullptr, nullptr, forget);
     (void)watched;
     found = new Pool;
-    current.store(found, std::memory_order_release);
+    made.store(found, std::memory_order_release);
   }
   making.clear(std::memory_order_release);
   return *found;
 }
 
+// More tasks than fit into a word: some at a time.
+struct Slice {
+  Task run;
+  void* context;
+  int64_t first;
+};
+
+void run_slice(void* context, int64_t task, int thread) {
+  const Slice& slice = *static_cast<const Slice*>(context);
+  slice.run(slice.context, slice.first + task, thread);
+}
+
 }  // namespace
 
 void each(Task run, void* context, int64_t tasks, int threads) {
+  if (tasks > MOST_TASKS) {
+    for (Slice slice{run, context, 0}; slice.first < tasks; slice.first += MOST_TASKS)
+      each(run_slice, &slice, tasks - slice.first < MOST_TASKS ? tasks - slice.first : MOST_TASKS, threads);
+    return;
+  }
   Pool& p = pool();
   std::unique_lock<std::mutex> job(p.one, std::try_to_lock);
   const bool busy = !job.owns_lock();  // with another thread of this process: this one works alone, then
