@@ -9,6 +9,7 @@ for its time alone: on a CPU it writes broken weights).
 from __future__ import annotations
 
 import json
+import os
 import sys
 from typing import Any
 
@@ -78,7 +79,9 @@ def autoawq_awq(source: str, texts: Texts, out: str, group: int) -> None:
 
 
 def main() -> None:
-    tool, source, tokens, out, group = sys.argv[1:]
+    tool, group = sys.argv[1], sys.argv[5]
+    source, tokens, out = map(os.path.abspath, sys.argv[2:5])
+    os.chdir(os.path.dirname(out))  # some leave logs where they run
     with open(tokens, encoding="utf-8") as file:
         texts = json.load(file)
     globals()[tool.replace("-", "_")](source, texts, out, int(group))
