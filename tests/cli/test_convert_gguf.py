@@ -13,11 +13,7 @@ import pytest
 from tiny_models import build, every_tiny
 from tiny_models import save as save_model
 from tokenizer_samples import byte_level, save
-from typer.testing import CliRunner, Result
-
-from llmx.cli import app
-
-RUNNER = CliRunner()
+from typer.testing import Result
 
 
 @pytest.fixture(scope="module")
@@ -28,17 +24,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = tiny.config_json()
     folder = save_model(tmp_path_factory.mktemp("tiny") / "little", config, build(tiny.oracle, config))
     return save(byte_level(), folder, tokenizer_config=ends)
-
-
-@pytest.fixture
-def llmx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("LLMX_CACHE", str(tmp_path / "cache"))
-
-    def run(*arguments: object) -> Result:
-        return RUNNER.invoke(app, list(map(str, arguments)))
-
-    return run
 
 
 def test_the_path_is_printed_and_the_report_names_every_tensor(

@@ -16,16 +16,14 @@ import torch
 from tiny_models import build, every_tiny
 from tiny_models import save as save_model
 from tokenizer_samples import byte_level, save
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
-from llmx.cli import app
 from llmx.convert.gguf_run import Wanted, convert
 from llmx.convert.gguf_types import Asked
 from llmx.errors import UsageError
 from llmx.formats.hub import Located
 from tests.unit.test_formats_gguf import BAD
 
-RUNNER = CliRunner()
 ENDS = {"bos_token": "<|begin|>", "eos_token": "<|end|>"}
 
 
@@ -36,17 +34,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = tiny.config_json()
     folder = save_model(tmp_path_factory.mktemp("tiny") / "little", config, build(tiny.oracle, config))
     return save(byte_level(), folder, tokenizer_config=ENDS)
-
-
-@pytest.fixture
-def llmx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("LLMX_CACHE", str(tmp_path / "cache"))
-
-    def run(*arguments: object) -> Result:
-        return RUNNER.invoke(app, list(map(str, arguments)))
-
-    return run
 
 
 def refused(ran: Result) -> str:
