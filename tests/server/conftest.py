@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from openai import OpenAI
@@ -17,6 +18,20 @@ from llmx.llm import LLM
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def patient(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model, with a context long enough for `ENDLESS` texts."""
+    return build(tmp_path_factory.mktemp("patient") / "tiny", context=2**16)
+
+
+@pytest.fixture(scope="session")
+def endless(patient: Path) -> Iterator[tuple[LLM, Running]]:
+    """Two or more requests of it run as long as `ENDLESS` says: what happens to them happens while they run."""
+    settings: dict[str, Any] = {"dtype": "float32", "device": "cpu", "threads": 1, "kv_cache_bytes": 2**27}
+    with LLM(str(patient), max_num_seqs=4, **settings) as llm, running(llm) as server:
+        yield llm, server
 
 
 @pytest.fixture(scope="session")

@@ -15,6 +15,9 @@ from llmx.server.listen import bind
 from llmx.server.run import Server, make_server
 from llmx.server.settings import ServerSettings
 
+# Tokens of a request that still runs when a test gets to what it does next, however fast the engine is and however busy
+# the machine: a tiny model's 200 are over in less than a tenth of a second.
+ENDLESS = 60_000
 PATIENCE = 60.0  # seconds until a test gives up waiting; nothing is timed
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from openai import APIStatusError, AsyncOpenAI
-from server.running import Running, eventually, running
+from server.running import ENDLESS, Running, eventually, running
 from server.scraping import scraped
 from server.scripted import ScriptedLLM
 
@@ -160,9 +160,10 @@ def test_seeded_texts_are_equal_beside_others_without_a_seed(server: Running) ->
     assert len({*drawn, *seeded}) == 9
 
 
-def test_many_clients_that_leave_leave_nothing_running(server: Running, llm: LLM) -> None:
+def test_many_clients_that_leave_leave_nothing_running(endless: tuple[LLM, Running]) -> None:
     """Plain ones too: nothing shows that they have gone but their connection's end."""
-    body = {"prompt": "a stitch in time", "max_tokens": 200, "ignore_eos": True}
+    llm, server = endless
+    body = {"prompt": "a stitch in time", "max_tokens": ENDLESS, "ignore_eos": True}
     for stream, begun in ((True, lambda got: b"data:" in got), (False, lambda got: llm.metrics().running > 0)) * 10:
         server.send_and_leave("completions", body | {"stream": stream}, begun)
     gauges = ("llmx:num_requests_running", "llmx:num_requests_waiting", "llmx:kv_cache_usage_perc")

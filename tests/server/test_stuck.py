@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
 import signal
 import sys
 import time
@@ -15,24 +13,13 @@ from typing import Any
 
 import pytest
 from openai import APIError, OpenAI
-from server.running import eventually
+from server.running import ENDLESS, eventually
 from server.served import STREAM, Served, alive, children, connected, serving
 
-# Still running when a test gets to what it does next: 200 tokens are over in a tenth of a second on a quiet machine.
-ENDLESS = {**STREAM, "max_tokens": 60_000}
+FOREVER = {**STREAM, "max_tokens": ENDLESS}
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks processes up in /proc")
 PROMISE = 5.0  # seconds in which streams tell that the engine is gone
 AT_ONCE = 1.0
-
-
-@pytest.fixture(scope="module")
-def patient(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model, with a context long enough for streams that never end by themselves."""
-    folder = tmp_path_factory.mktemp("patient") / "tiny"
-    shutil.copytree(tiny, folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 2**16}))
-    return folder
 
 
 def everyone(served: Served) -> list[int]:
@@ -41,7 +28,7 @@ def everyone(served: Served) -> list[int]:
 
 
 def first_chunks(client: OpenAI, count: int) -> list[Iterator[Any]]:
-    streams = [iter(client.completions.create(model="tiny", stream=True, **ENDLESS)) for _ in range(count)]
+    streams = [iter(client.completions.create(model="tiny", stream=True, **FOREVER)) for _ in range(count)]
     for stream in streams:
         next(stream)
     return streams
@@ -82,7 +69,7 @@ def test_when_a_process_of_the_engine_is_killed_all_streams_say_so(patient: Path
 def test_a_second_interrupt_ends_a_hung_engine_at_once(patient: Path, ranks: int, victim: int) -> None:
     with serving(patient, "--tp", str(ranks), "--drain-seconds", "600") as served, connected(served) as client:
         processes = everyone(served)
-        stream = client.completions.create(model="tiny", stream=True, **ENDLESS)
+        stream = client.completions.create(model="tiny", stream=True, **FOREVER)
         os.kill(processes[victim], signal.SIGSTOP)
         served.process.send_signal(signal.SIGINT)
         assert eventually(lambda: "Stopping" in served.said)
@@ -100,7 +87,7 @@ def test_a_second_interrupt_ends_a_hung_engine_at_once(patient: Path, ranks: int
 def test_a_hung_engine_does_not_hold_up_the_end_once_its_time_is_over(patient: Path) -> None:
     with serving(patient, "--drain-seconds", "0.5") as served, connected(served) as client:
         engine = served.engine
-        stream = client.completions.create(model="tiny", stream=True, **ENDLESS)
+        stream = client.completions.create(model="tiny", stream=True, **FOREVER)
         os.kill(engine, signal.SIGSTOP)
         told = time.monotonic()
         served.process.send_signal(signal.SIGTERM)
