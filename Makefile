@@ -49,7 +49,7 @@ native: $(READY)
 # The library built another way for tests alone, in BUILT and with OPTIONS for CMake; and the tests of every op on it.
 CXX ?= g++
 KERNEL_TESTS ?= $(addprefix tests/unit/test_,cpu_ops.py cpu_rows.py linear_packed.py linear_int8.py pack.py sample.py \
-	grids_native.py native.py random.py)
+	quantize_blocks.py grids_native.py native.py random.py)
 build_it = mkdir -p $(BUILT) && { $(VENV)/bin/cmake -S . -B $(BUILT) -G Ninja -DCMAKE_CXX_COMPILER=$(CXX) \
 	-DCMAKE_MAKE_PROGRAM=$(abspath $(VENV))/bin/ninja -DPython_EXECUTABLE=$(abspath $(PY)) \
 	-Dnanobind_DIR=$$($(PY) -m nanobind --cmake_dir) $(OPTIONS) && $(VENV)/bin/cmake --build $(BUILT) -j $(JOBS); } \

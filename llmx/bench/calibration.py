@@ -18,6 +18,7 @@ from torch import Tensor
 from llmx.core import Request, SamplingParams
 from llmx.device import available_memory
 from llmx.engine.engine import Engine
+from llmx.engine.graph import MOST_TOKENS
 from llmx.errors import UsageError
 from llmx.formats.checkpoint import PLAIN, Stored
 from llmx.formats.gguf import TYPES
@@ -297,15 +298,33 @@ def _product(linears: Sequence[Linear], rows: int, tries: int = 3) -> float:
     copies = max(1, SPREAD // whole) if rows <= 64 else 1
     every = [*linears, *(_another(one) for _ in range(copies - 1) for one in linears)]
     inputs = {one.n_in: torch.ones(rows, one.n_in) for one in linears}
+    through = _recorded(lambda: [one(inputs[one.n_in]) for one in every]) if rows <= MOST_TOKENS else None
     taken = []
     for _ in range(tries + 1):
         began = time.perf_counter()
-        for one in every:
-            one(inputs[one.n_in])
+        if through is not None:
+            through()
+        else:
+            for one in every:
+                one(inputs[one.n_in])
         taken.append(time.perf_counter() - began)
         if len(taken) > 1 and sum(taken) > PATIENCE:
             break
     return copies * whole / median(taken[1:])
+
+
+def _recorded(run: Callable[[], Any]) -> Callable[[], None] | None:
+    """Replays what `run` calls as the engine replays its small steps; None where it would not."""
+    kernels = Kernels("cpu")
+    if not kernels.has("recorder"):
+        return None
+    recorder = kernels.get("recorder")()
+    results, recorded = recorder.record(run)
+
+    def replay(kept: Any = (recorder, run, results)) -> None:  # in whose memory it reads and writes
+        recorded.replay()
+
+    return replay if recorded is not None else None
 
 
 def measured_machine(anatomy: Anatomy, load: Load) -> Hardware:
