@@ -103,9 +103,11 @@ def convert_gguf(
         raise UsageError("--type copy changes no type, so the other options about types don't go with it.")
     most = None if split_max_size is None else parse_size(split_max_size)
     o.writable(None if json == Path("-") else json)
+    if save_imatrix is not None and o.writable(save_imatrix) and save_imatrix.exists() and not force:
+        raise UsageError(f"{save_imatrix} is there already.", hint="choose another name, or replace it with --force")
     ready(model)
     known = {} if json is None else identity(model)  # reads files whole that weren't hashed before
-    from llmx.convert.gguf_run import DEFINITIONS, Wanted, convert, lines
+    from llmx.convert.gguf_run import DEFINITIONS, Wanted, check, convert, lines
     from llmx.convert.hf import short_name
     from llmx.device import use_threads, yield_while_waiting
     from llmx.formats import identity as weights
@@ -118,6 +120,7 @@ def convert_gguf(
     path = output or Path(f"{short_name(located)}-{mixture}.gguf")
     wanted = Wanted(asked, path, most, pretokenizer, imatrix, force=force, dry_run=dry_run)
     if calib and not dry_run:
+        check(located, wanted)
         wanted = replace(wanted, importance=_collect(located, calib, samples, seq_len, save_imatrix))
     with progress(f"writing {path.name}") as tell:
         results = convert(located, wanted, tell, lambda line: typer.echo(line, err=True))

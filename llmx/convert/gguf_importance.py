@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from llmx.errors import UsageError
+from llmx.formats.checkpoint import by
 from llmx.formats.fields import Fields
 from llmx.formats.gguf import open_gguf
 from llmx.formats.gguf_write import Entry, encode, plan, write_parts
@@ -29,7 +31,7 @@ def read_importance(path: Path) -> dict[str, Tensor]:
             magic = file.read(4)
     except OSError as error:
         raise UsageError(f"{path} can't be read: {error.strerror}.") from error
-    found = _read_gguf(path) if magic == b"GGUF" else _read_old(path)
+    found = _read_gguf(path) if magic == b"GGUF" else _read_old(path)[0]
     for name, values in found.items():
         if not bool(values.isfinite().all()) or bool((values < 0).any()):
             raise UsageError(f"{path}: the importance of {name} holds numbers that are no mean squares.")
@@ -42,7 +44,7 @@ def about_importance(path: Path) -> dict[str, Any]:
     """What the file (a readable one) says it was collected from, and in how many chunks: dataset, chunks_count."""
     with path.open("rb") as file:
         if file.read(4) != b"GGUF":
-            return {}
+            return _read_old(path)[1]
     fields = Fields(open_gguf(path).metadata, path.name)
     texts, chunks = fields.strings("imatrix.datasets", ()), fields.integer("imatrix.chunk_count", 0, low=0)
     return ({"dataset": texts[0]} if texts else {}) | ({"chunks_count": chunks} if chunks else {})
@@ -57,17 +59,22 @@ def _read_gguf(path: Path) -> dict[str, Tensor]:
         owner = name.removesuffix(SUMS)
         if owner + COUNTS not in file:
             raise UsageError(f"{path.name}: {owner}{COUNTS} is missing beside {name}.")
-        sums, counts = file.read(name).float(), file.read(owner + COUNTS).float().flatten()
-        sums = sums.reshape(len(counts), -1)
+        stored = file.stored(name), file.stored(owner + COUNTS)
+        if any(one.kind != "F32" for one in stored) or prod(stored[0].shape) % prod(stored[1].shape):
+            said = " and ".join(f"{one.name} ({one.kind} {by(one.shape)})" for one in stored)
+            raise UsageError(f"{path.name}: {said} are no sums and counts of importance.")
+        counts = file.read(owner + COUNTS).flatten()
+        sums = file.read(name).reshape(len(counts), -1)
         seen = counts > 0
         found[owner] = torch.where(seen[:, None], torch.div(sums, torch.where(seen, counts, 1.0)[:, None]), 1.0)
     return found
 
 
-def _read_old(path: Path) -> dict[str, Tensor]:
-    """Per entry: a name, how many calls, and sums of each call's mean."""
+def _read_old(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Per entry: a name, how many calls, and sums of each call's mean. Then, in newer files, see `about_importance`."""
     data = path.read_bytes()
     at, found = 0, {}
+    about: dict[str, Any] = {}
 
     def number() -> int:
         nonlocal at
@@ -91,17 +98,25 @@ def _read_old(path: Path) -> dict[str, Tensor]:
             sums = torch.frombuffer(bytearray(data[at : at + 4 * values]), dtype=torch.float32)
             at += 4 * values
             found[name] = (torch.div(sums, torch.full_like(sums, calls)) if calls > 0 else sums).reshape(1, -1)
+        if at + 8 <= len(data):
+            chunks, length = number(), number()
+            text = data[at : at + length].decode("utf-8", "replace") if 0 < length <= MOST_NAME else ""
+            about = ({"dataset": text} if text else {}) | ({"chunks_count": chunks} if chunks > 0 else {})
     except (struct.error, ValueError, UnicodeDecodeError):
         raise UsageError(f"{path} is no importance matrix: neither GGUF nor llama.cpp's older format.") from None
-    return found
+    return found, about
 
 
 def write_importance(path: Path, sums: Mapping[str, tuple[Tensor, int]], tokens: int, source: str) -> None:
-    """sums: tensor name -> (squares of its inputs added up (n_in,), rows that were). As llama-imatrix writes GGUF."""
+    """sums: tensor name -> (squares of its inputs added up (n_in,), rows that were). tokens: in a chunk.
+
+    As llama-imatrix writes GGUF; it merges such files by adding up sums and counts, and counts chunks as here.
+    """
+    most = max((count for _, count in sums.values()), default=0)
     pairs = {
         "general.type": encode("imatrix"),
         "imatrix.datasets": encode([source]),
-        "imatrix.chunk_count": encode(1),
+        "imatrix.chunk_count": encode(max(1, (most + tokens // 2) // tokens)),
         "imatrix.chunk_size": encode(tokens),
     }
     values: dict[str, Tensor] = {}

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from llmx.convert.gguf_check import holds_numbers, read_back
 from llmx.convert.gguf_importance import about_importance, read_importance
 from llmx.convert.gguf_source import GgufSource, Rows, source_of
 from llmx.convert.gguf_types import MIXTURES, PLAIN, TOKENS, Asked, Choice, choose, in_order
+from llmx.convert.plain import finite
+from llmx.convert.threads import InOrder
 from llmx.errors import LlmxError, UsageError
 from llmx.formats.gguf_write import NUMBERS, QUANTIZATION_VERSION, UINT32, Entry, encode, part_paths, plan, write_parts
 from llmx.formats.hub import Located
@@ -73,10 +75,18 @@ def convert(located: Located, wanted: Wanted, tell: Tell, say: Say) -> dict[str,
         return results
     _check_free(paths, located, wanted.force)
     began = time.monotonic()
-    with _Tensors(source, importance, sum(entry.nbytes for entry in entries), tell) as tensors:
-        write_parts(paths, parts, tensors.data)
+    with InOrder() as threads:
+        tensors = _Tensors(source, importance, threads, sum(entry.nbytes for entry in entries), tell)
+        write_parts(paths, parts, tensors.data, partial(read_back, threads=threads))
     results["seconds"] = time.monotonic() - began
     return results
+
+
+def check(located: Located, wanted: Wanted) -> None:
+    """UsageError for what `convert` would refuse, before importance is collected for it."""
+    source = source_of(located, wanted.pretokenizer)
+    entries, _ = _entries(source, wanted.asked)
+    _check_free(part_paths(wanted.out, len(plan({}, entries, wanted.most))), located, wanted.force)
 
 
 def _about_importance(wanted: Wanted, count: int) -> dict[str, bytes]:
@@ -126,49 +136,46 @@ def _matched(importance: Mapping[str, Tensor], source: GgufSource, choices: Mapp
 class _Tensors:
     """The bytes of each tensor, made when they are written: some rows on each thread, in order."""
 
-    def __init__(self, source: GgufSource, importance: Mapping[str, Tensor], total: int, tell: Tell) -> None:
-        self._source, self._importance, self._total, self._tell = source, importance, total, tell
+    def __init__(
+        self, source: GgufSource, importance: Mapping[str, Tensor], threads: InOrder, total: int, tell: Tell
+    ) -> None:
+        self._source, self._importance, self._threads = source, importance, threads
+        self._total, self._tell, self._done = total, tell, 0
         self._quantize = Kernels("cpu").get("quantize_blocks")
-        self._done = 0
-        self._threads = torch.get_num_threads()
-
-    def __enter__(self) -> _Tensors:
-        # One thread in each: what torch would share out is too small to be worth waiting for one another.
-        self._pool = ThreadPoolExecutor(self._threads, initializer=torch.set_num_threads, initargs=(1,))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._pool.shutdown(cancel_futures=True)
-        torch.set_num_threads(self._threads)
 
     def data(self, entry: Entry) -> Iterator[memoryview]:
         same = self._source.as_stored(entry.name, entry.kind)
-        for part in self._converted(entry) if same is None else _pieces(same):
+        for part in self._converted(entry) if same is None else same:
             piece = part.contiguous().flatten().view(torch.uint8).numpy().data
             yield piece
             self._done += piece.nbytes
             self._tell(self._done, self._total)
 
     def _converted(self, entry: Entry) -> Iterator[Tensor]:
-        begun: deque[Future[list[Tensor]]] = deque()
+        for made in self._threads.map(self._calls(entry)):
+            yield from made
+
+    def _calls(self, entry: Entry) -> Iterator[Callable[[], list[Tensor]]]:
         row = 0
         for rows in self._source.numbers(entry.name):
-            begun.append(self._pool.submit(self._make, entry, rows, row))
+            yield partial(self._make, entry, rows, row)
             row += rows.count
-            if len(begun) > self._threads:
-                yield from begun.popleft().result()
-        while begun:
-            yield from begun.popleft().result()
 
     def _make(self, entry: Entry, rows: Rows, first: int) -> list[Tensor]:
         """Rows from `first` on as they are stored."""
         numbers = rows.make()
-        if not _finite(numbers):
+        if not finite(numbers):
             raise LlmxError(f"{entry.name} holds infinities or what is no number; such weights can't be converted.")
         if entry.kind not in DTYPES:
-            return self._blocks(entry, numbers, first)
+            blocks = self._blocks(entry, numbers, first)
+            if not all(holds_numbers(entry.kind, part) for part in blocks):
+                raise LlmxError(
+                    f"{entry.name} has numbers too large for {entry.kind.lower()}, whose scales are float16.",
+                    hint="--type bf16 holds them",
+                )
+            return blocks
         made = numbers.to(DTYPES[entry.kind])
-        if entry.kind == "F16" and not _finite(made.float()):
+        if entry.kind == "F16" and not finite(made):
             raise LlmxError(f"{entry.name} has numbers too large for f16.", hint="--type bf16 holds them")
         return [made]
 
@@ -184,15 +191,6 @@ class _Tensors:
             made.append(self._quantize(rows[at : at + count], entry.kind, importance[matrix]))
             at += count
         return made
-
-
-def _finite(rows: Tensor) -> bool:
-    # The sum shows what is no number without a mask of all, which would take longer than rounding does.
-    return math.isfinite(float(rows.sum())) or bool(rows.isfinite().all())
-
-
-def _pieces(tensor: Tensor) -> Iterator[Tensor]:
-    yield from tensor.flatten().split(1 << 25)
 
 
 def _check_free(paths: list[Path], located: Located, force: bool) -> None:

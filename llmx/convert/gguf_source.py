@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import prod
+from math import lcm, prod
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 from llmx.convert.gguf_about import about
 from llmx.convert.gguf_types import Sizes
 from llmx.convert.gguf_vocab import vocabulary
-from llmx.convert.plain import FLOATS, Plain, dense_dtype
+from llmx.convert.plain import FLOATS, Plain, dense_dtype, in_steps, pieces
 from llmx.errors import UsageError
 from llmx.formats.checkpoint import Checkpoint, Stored
 from llmx.formats.fields import Fields
@@ -32,7 +32,6 @@ from llmx.models import Opened, open_model
 from llmx.schemes import find
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
-CHUNK = 1 << 20  # weights that are numbers at a time: few enough to stay in a cache
 TIED = "lm_head.weight"
 FILE_TYPES = {"F32": 0, "F16": 1, "BF16": 32}  # llama.cpp's numbers of what is not quantised
 NAMED_AS_IT_IS = ("phi3",)  # llama.cpp knows by "phi-3" in its name that its tokens swallow the spaces after them
@@ -54,11 +53,11 @@ class GgufSource(ABC):
 
     @abstractmethod
     def numbers(self, name: str) -> Iterator[Rows]:
-        """The tensor as float32 rows (n, n_in), in order, about CHUNK numbers at a time."""
+        """The tensor as float32 rows (n, n_in), in order, about plain.CHUNK numbers at a time."""
 
     @abstractmethod
-    def as_stored(self, name: str, kind: str) -> Tensor | None:
-        """The tensor whole, if what is stored is of `kind` already and is to stay as it is."""
+    def as_stored(self, name: str, kind: str) -> Iterator[Tensor] | None:
+        """The tensor in pieces, if what is stored is of `kind` already and is to stay as it is."""
 
     @abstractmethod
     def kept(self, name: str) -> str:
@@ -149,12 +148,21 @@ class FolderSource(GgufSource):
     def _equals_embedding(self) -> bool:
         if "model.embed_tokens.weight" not in self._plain:
             return True
-        head, embedding = self._plain.read(TIED), self._plain.read("model.embed_tokens.weight")
-        return torch.equal(head, embedding)
+        head, embedding = TIED, "model.embed_tokens.weight"
+        shape = self._plain.stored(head).shape
+        if shape != self._plain.stored(embedding).shape:
+            return False
+        together = lcm(self._plain.together(head), self._plain.together(embedding))
+        return all(
+            torch.equal(self._plain.read(head, {0: rows}).float(), self._plain.read(embedding, {0: rows}).float())
+            for rows in in_steps(shape, together)
+        )
 
     def _add(self, target: str, stored: Stored, packed: bool) -> None:
         if stored.kind not in FLOATS:
             raise UsageError(f"{stored.name} is stored as {stored.kind}; it must be floating-point numbers.")
+        if not stored.shape:
+            raise UsageError(f"{stored.name} is a single number, which no tensor of a model is.")
         self.shapes[target] = stored.shape
         kind = next(kind for kind, dtype in FLOATS.items() if dtype == self._dense) if packed else stored.kind
         self.kinds[target] = kind if len(stored.shape) > 1 else "F32"
@@ -182,33 +190,31 @@ class FolderSource(GgufSource):
             yield Rows(1, partial(self._extra[name].reshape, 1, -1))
             return
         unit = self._units[name]
-        tensor = self._plain.read(unit.stored)
-        order = None if unit.heads is None else interleaved(torch.arange(len(tensor)), unit.heads)
-        if tensor.dim() == 1:
-            yield Rows(1, lambda: _numbers(tensor, order, unit.plus).reshape(1, -1))
+        shape = self._plain.stored(unit.stored).shape
+        if len(shape) == 1:
+            yield Rows(1, lambda: self._rows(unit, 0, shape[0]).reshape(1, -1))
             return
-        rows = tensor.reshape(-1, tensor.shape[-1])
-        count = max(1, CHUNK // rows.shape[1])
-        for first in range(0, len(rows), count):
-            last = min(first + count, len(rows))
-            if order is None:
-                yield Rows(last - first, partial(_numbers, rows[first:last], None, unit.plus))
-            else:
-                yield Rows(last - first, partial(_numbers, rows, order[first:last], unit.plus))
+        together = lcm(self._plain.together(unit.stored), 1 if unit.heads is None else shape[0] // unit.heads)
+        for first, last in in_steps(shape, together):
+            yield Rows((last - first) * prod(shape[1:-1]), partial(self._rows, unit, first, last))
 
-    def as_stored(self, name: str, kind: str) -> Tensor | None:
+    def _rows(self, unit: _Unit, first: int, last: int) -> Tensor:
+        """Some rows, whole heads, where GGUF has them."""
+        shape = self._plain.stored(unit.stored).shape
+        made = self._plain.read(unit.stored, {0: (first, last)})
+        if unit.heads is not None:
+            made = interleaved(made, unit.heads * (last - first) // shape[0])
+        made = made.reshape(-1, shape[-1]).float()
+        return made + unit.plus if unit.plus else made
+
+    def as_stored(self, name: str, kind: str) -> Iterator[Tensor] | None:
         unit = self._units.get(name)
         if unit is None or unit.heads is not None or unit.plus or self._packed(unit.stored):
             return None
-        return self._plain.read(unit.stored) if self._plain.stored(unit.stored).kind == kind else None
+        return pieces(self._plain, unit.stored) if self._plain.stored(unit.stored).kind == kind else None
 
     def kept(self, name: str) -> str:
         return "F32"
-
-
-def _numbers(rows: Tensor, order: Tensor | None, plus: float) -> Tensor:
-    made = (rows if order is None else rows[order]).float()
-    return made + plus if plus else made
 
 
 def interleaved(rows: Tensor, heads: int) -> Tensor:
@@ -244,15 +250,17 @@ class FileSource(GgufSource):
             self.nbytes += stored.nbytes
 
     def numbers(self, name: str) -> Iterator[Rows]:
-        stored, tensor = self._checkpoint.stored(name), self._checkpoint.read(name)
-        rows = tensor.reshape(-1, tensor.shape[-1]) if tensor.dim() > 1 else tensor.reshape(1, -1)
+        stored = self._checkpoint.stored(name)
         scheme = None if stored.kind in FLOATS else find(name, {"weight": _as_matrix(stored)})
-        for part in rows.split(max(1, CHUNK // stored.shape[-1])):
-            whole = part.float if scheme is None else partial(scheme.unpack, {"weight": part}, torch.float32)
-            yield Rows(len(part), whole)
+        tensor = self._checkpoint.read(name)  # a view of the file
+        rows = tensor.reshape(-1, tensor.shape[-1]) if tensor.dim() > 1 else tensor.reshape(1, -1)
+        for first, last in in_steps((len(rows), stored.shape[-1])):
+            part = rows[first:last]
+            made = part.float if scheme is None else partial(scheme.unpack, {"weight": part}, torch.float32)
+            yield Rows(len(part), made)
 
-    def as_stored(self, name: str, kind: str) -> Tensor | None:
-        return self._checkpoint.read(name) if self.kinds[name] == kind else None
+    def as_stored(self, name: str, kind: str) -> Iterator[Tensor] | None:
+        return pieces(self._checkpoint, name) if self.kinds[name] == kind else None
 
     def kept(self, name: str) -> str:
         return self.kinds[name]

@@ -122,7 +122,8 @@ class _Counts:
 
 
 def choose(tensors: Mapping[str, tuple[int, ...]], sizes: Sizes, asked: Asked) -> dict[str, Choice]:
-    """The type of each tensor (name -> shape) that may be quantised. UsageError for a fallback that is not wanted."""
+    """The type of each tensor (name -> shape) that may be quantised. UsageError for a fallback that is not wanted, and
+    for wishes about no tensor."""
     base, _ = MIXTURES[asked.mixture]
     counts = _Counts(layers=sizes.layers, tied=OUTPUT not in tensors)
     counts.values = sum(_part(name) == "value" for name in tensors)
@@ -130,6 +131,12 @@ def choose(tensors: Mapping[str, tuple[int, ...]], sizes: Sizes, asked: Asked) -
         if may_be_quantised(name, tensors[name]):
             kind = _kind(name, base, tensors[name][-1], sizes, asked, counts)
             counts.found[name] = _fitting(kind, tensors[name][-1])
+    for pattern, kind in asked.overrides:
+        if not any(map(pattern.search, counts.found)):
+            raise UsageError(
+                f"--tensor-type: {pattern.pattern[:60]!r} is in no name of a tensor that may become {kind.lower()}.",
+                hint="--dry-run lists the names; norms, biases and what else is small stays as it is",
+            )
     bad = [name for name, choice in counts.found.items() if choice.instead_of]
     if bad and not asked.fallback:
         first = counts.found[bad[0]]

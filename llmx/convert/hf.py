@@ -6,8 +6,9 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ import torch
 
 from llmx.convert.folder import check_taken, put_in_place
 from llmx.convert.gguf_about import card_of, generation_of
-from llmx.convert.plain import FLOATS, Plain, bytes_of, plain_dtype
+from llmx.convert.plain import FLOATS, Plain, bytes_of, finite, in_steps, plain_dtype
 from llmx.convert.texts import LIKE_ANY, tokenizer_texts, write_texts
+from llmx.convert.threads import InOrder
 from llmx.errors import LlmxError, UsageError
 from llmx.formats.fields import Fields
 from llmx.formats.hub import Located
@@ -112,7 +114,7 @@ def convert(
     try:
         folder.mkdir(parents=True)
         _write(files, shards, folder, say)
-        checked = _check(located, folder, say)
+        checked = _check(located, files, folder, say)
         put_in_place(folder, path, force)
     except OSError as error:
         raise UsageError(f"{path} can't be written: {error.strerror}.") from error
@@ -129,14 +131,28 @@ def short_name(located: Located) -> str:
 def _write(files: Files, shards: Mapping[str, Sequence[str]], folder: Path, say: Say) -> None:
     write_texts(files.texts, folder)
     checkpoint = files.opened.checkpoint
-    for n, (name, tensors) in enumerate(shards.items(), 1):
-        stored = [checkpoint.stored(tensor) for tensor in tensors]
-        say(f"writing {name} ({n} of {len(shards)}), {sum(s.nbytes for s in stored) / 1e6:,.0f} MB")
-        stream_shard(folder / name, stored, checkpoint.read)
+    with InOrder() as threads:
+        for n, (name, tensors) in enumerate(shards.items(), 1):
+            stored = [checkpoint.stored(tensor) for tensor in tensors]
+            say(f"writing {name} ({n} of {len(shards)}), {sum(s.nbytes for s in stored) / 1e6:,.0f} MB")
+            stream_shard(folder / name, stored, lambda tensor: threads.map(_pieces(checkpoint, tensor)))
     if len(shards) > 1:
         placed = {tensor: name for name, tensors in shards.items() for tensor in tensors}
         index = {"metadata": {"total_size": bytes_of(files.opened)}, "weight_map": dict(sorted(placed.items()))}
         write_whole(folder / "model.safetensors.index.json", _json(index))
+
+
+def _pieces(checkpoint: Any, name: str) -> Iterator[Callable[[], torch.Tensor]]:
+    """A tensor's rows, some at a time. LlmxError for what is no number."""
+
+    def read(rows: tuple[int, int]) -> torch.Tensor:
+        made: torch.Tensor = checkpoint.read(name, {0: rows})
+        if not finite(made):
+            raise LlmxError(f"{name} holds infinities or what is no number; such weights can't be converted.")
+        return made
+
+    for rows in in_steps(checkpoint.stored(name).shape, checkpoint.together(name)):
+        yield partial(read, rows)
 
 
 def _shards(checkpoint: Any, most: int) -> dict[str, list[str]]:
@@ -155,13 +171,17 @@ def _shards(checkpoint: Any, most: int) -> dict[str, list[str]]:
     return {f"model-{n:05d}-of-{len(parts):05d}.safetensors": names for n, names in enumerate(parts, 1)}
 
 
-def _check(located: Located, folder: Path, say: Say) -> dict[str, Any]:
-    """Reopen what was written; the tokenizers of file and folder on texts that are hard to cut.
+def _check(located: Located, files: Files, folder: Path, say: Say) -> dict[str, Any]:
+    """Reopen what was written: every tensor; the tokenizers of file and folder on texts that are hard to cut.
 
     Returns how many texts gave other ids. LlmxError for what is our own fault or the disk's.
     """
     say("checking what was written")
-    open_model(Located("hf", folder, folder.name))
+    found, wanted = open_model(Located("hf", folder, folder.name)).checkpoint, files.opened.checkpoint
+    other = [name for name in wanted.names() if name not in found or found.stored(name) != wanted.stored(name)]
+    if other or len(found.names()) != len(wanted.names()):
+        what = other[0] if other else f"{len(found.names())} tensors for {len(wanted.names())}"
+        raise LlmxError(f"The folder for {located.name} does not read back as it was written: {what}. This is a bug.")
     if not (folder / "tokenizer.json").is_file():
         return {}
     ours, written = load_tokenizer(located), load_tokenizer(folder)

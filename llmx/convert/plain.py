@@ -1,30 +1,32 @@
 """Any checkpoint that llmx reads as one of plain numbers, with transformers' names and conventions.
 
-Nothing is converted before it is read: what comes of a tensor is in memory while it is looked at.
+Nothing is converted before it is read, and some rows of a tensor can be read by themselves.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
+from math import isfinite, lcm, prod
 from typing import TYPE_CHECKING
 
 import torch
 
 from llmx.errors import LlmxError, UsageError
-from llmx.formats.checkpoint import WHOLE, Slices, Stored
+from llmx.formats.checkpoint import WHOLE, Checkpoint, Slices, Stored
 from llmx.models import Opened
-from llmx.schemes import find
-from llmx.schemes.base import row_axes
+from llmx.schemes import base, find
+from llmx.schemes.base import Kind, Span, kept_together, ranges
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from llmx.formats.quantization import Quantization
+    from llmx.schemes.base import Scheme
 
+CHUNK = 1 << 20  # weights that are numbers at a time: few enough to stay in a cache
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 KINDS = {dtype: kind for kind, dtype in FLOATS.items()}
 WEIGHTS = ("weight", "qweight")  # how the names of a packed linear's first tensors begin
@@ -81,6 +83,20 @@ class Plain:
         self.bytes_read += made.numel() * made.element_size()
         return made.contiguous()
 
+    def together(self, name: str) -> int:
+        """Rows that belong together: from a multiple of them to another nothing else is unpacked. 1: any; all of them
+        where a tensor can't be cut between rows."""
+        entry = self._entries[name]
+        shape = entry.stored.shape
+        if entry.same:
+            return 1
+        few = None if len(shape) == 1 else kept_together(self._scheme(entry).axes(entry.group))
+        heads = 1 if entry.heads is None else shape[0] // entry.heads
+        return max(1, shape[0] if few is None else min(shape[0], lcm(few, heads)))
+
+    def _scheme(self, entry: _Entry) -> Scheme:
+        return find(entry.owner, entry.group, self._checkpoint.quantization)
+
     def _of_gguf(self, opened: Opened, offset: bool) -> Iterable[_Entry]:
         fused = ("qkv_proj", "gate_up_proj")
         names = {
@@ -123,35 +139,67 @@ class Plain:
         return Stored(name, KINDS[self._dtype], shape, prod(shape) * self._dtype.itemsize)
 
     def _read(self, entry: _Entry, rows: tuple[int, int] | None) -> Tensor:
-        """rows: those that are wanted. Only they are unpacked where each lies by itself in the file."""
-        cut = {} if rows is None else {0: rows}
+        """rows: those that are wanted. Only they, and what belongs together with them, are unpacked."""
         if entry.same:
-            return self._checkpoint.read(entry.stored.name, cut)
-        if rows is not None and entry.heads is None and len(entry.stored.shape) > 1:
-            scheme = find(entry.owner, entry.group, self._checkpoint.quantization)
-            if (axes := row_axes(scheme.axes(entry.group))) is not None:
-                return self._make(entry, {suffix: {axis: rows} for suffix, axis in axes.items()})
-        made = self._make(entry, {})
-        return made if rows is None else made[rows[0] : rows[1]]
+            return self._checkpoint.read(entry.stored.name, {} if rows is None else {0: rows})
+        if rows is None:
+            return self._make(entry, None)
+        count, few = entry.stored.shape[0], self.together(entry.stored.name)
+        low, high = rows[0] // few * few, min(count, -(-rows[1] // few) * few)
+        made = self._make(entry, None if (low, high) == (0, count) else Span(low, high, count))
+        return made[rows[0] - low : rows[1] - low]
 
-    def _make(self, entry: _Entry, cuts: Mapping[str, Slices]) -> Tensor:
-        """cuts: of the stored tensors, between rows."""
-        tensors = {s: self._checkpoint.read(stored.name, cuts.get(s, WHOLE)) for s, stored in entry.group.items()}
-        if len(entry.stored.shape) == 1:
-            ((stored, tensor),) = zip(entry.group.values(), tensors.values(), strict=True)
-            if stored.kind not in FLOATS:
-                raise UsageError(f"{stored.name} is stored as {stored.kind}; it must be floating-point numbers.")
-            made = (tensor.float() - entry.less).to(self._dtype)
+    def _make(self, entry: _Entry, span: Span | None) -> Tensor:
+        """span: rows between which all stored tensors can be cut; None for all."""
+        shape = entry.stored.shape
+        if len(shape) == 1:
+            made = self._vector(entry)
         else:
-            scheme = find(entry.owner, entry.group, self._checkpoint.quantization)
-            made = scheme.unpack_in_steps(tensors, scheme.axes(entry.group), self._dtype)
+            scheme = self._scheme(entry)
+            layout = scheme.axes(entry.group)
+            cuts = {} if span is None else {Kind.OUT: span, Kind.VOCAB: span}
+            tensors = {
+                suffix: self._checkpoint.read(stored.name, ranges(stored.name, layout[suffix], cuts))
+                for suffix, stored in entry.group.items()
+            }
+            few = (shape[0] if span is None else span.size) * prod(shape[1:]) <= base.CHUNK
+            made = scheme.unpack(tensors, self._dtype) if few else scheme.unpack_in_steps(tensors, layout, self._dtype)
         if entry.heads is not None:  # (head, pair, half) -> (head, half, pair)
-            made = made.unflatten(0, (entry.heads, -1, 2)).transpose(1, 2).flatten(0, 2)
+            heads = entry.heads * len(made) // shape[0]
+            made = made.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
         if self._dtype == torch.float16 and not made.isfinite().all():
             raise LlmxError(
                 f"{entry.stored.name} has numbers too large for float16.", hint="--dtype bfloat16 holds them"
             )
         return made
+
+    def _vector(self, entry: _Entry) -> Tensor:
+        (stored,) = entry.group.values()
+        if stored.kind not in FLOATS:
+            raise UsageError(f"{stored.name} is stored as {stored.kind}; it must be floating-point numbers.")
+        return (self._checkpoint.read(stored.name).float() - entry.less).to(self._dtype)
+
+
+def in_steps(shape: Sequence[int], together: int = 1) -> Iterator[tuple[int, int]]:
+    """Rows [first, last) of about CHUNK weights, in order: whole multiples of `together`, except for the last."""
+    step = max(1, CHUNK // max(1, prod(shape[1:]) * together)) * together
+    for first in range(0, shape[0], step):
+        yield first, min(first + step, shape[0])
+
+
+def pieces(checkpoint: Checkpoint, name: str) -> Iterator[Tensor]:
+    """A tensor's rows as they are read, some at a time."""
+    shape = checkpoint.stored(name).read_shape
+    if len(shape) < 2:
+        yield checkpoint.read(name)
+        return
+    for rows in in_steps(shape):
+        yield checkpoint.read(name, {0: rows})
+
+
+def finite(numbers: Tensor) -> bool:
+    # The sum shows what is no number without a mask of all, which would take longer than rounding does.
+    return isfinite(float(numbers.sum(dtype=torch.float32))) or bool(numbers.isfinite().all())
 
 
 def plain_dtype(opened: Opened) -> torch.dtype | None:

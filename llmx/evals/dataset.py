@@ -13,22 +13,22 @@ COLUMN = "text"
 OF_ROWS = (".parquet", ".jsonl", ".ndjson", ".json")
 
 
-def fetch(name: str, say: Callable[[str], None]) -> Written:
+def fetch(name: str, say: Callable[[str], None], flag: str = "--dataset") -> Written:
     """`hf:ORG/NAME/FILE`, ORG/NAME:FILE or a path as one text. A .parquet, .jsonl or .json file gives its column
     `text`, its rows joined by an empty line, as the GPTQ and AWQ papers read WikiText-2; any other is text itself.
 
-    UsageError for a name or a file that can't be; LlmxError where the hub doesn't give it.
+    flag: that named it. UsageError for a name or a file that can't be; LlmxError where the hub doesn't give it.
     """
-    path = locate_data(name, say)
+    path = locate_data(name, say, flag)
     if path.suffix in OF_ROWS:
-        text = "\n\n".join(map(_text, read_rows(path, f"--dataset {name}", (COLUMN,))))
+        text = "\n\n".join(map(_text, read_rows(path, f"{flag} {name}", (COLUMN,))))
         if not text.strip():
-            raise UsageError(f"--dataset {name} holds no text.")
+            raise UsageError(f"{flag} {name} holds no text.")
         return Written("dataset", name, text)
     try:
         return Written("dataset", name, decode(path.read_bytes(), name))
     except OSError as error:
-        raise UsageError(f"--dataset {name} can't be read: {error.strerror}.") from error
+        raise UsageError(f"{flag} {name} can't be read: {error.strerror}.") from error
 
 
 def _text(row: Row) -> str:

@@ -154,38 +154,54 @@ class MappedCheckpoint:
         return self._regions[name]
 
     def read(self, name: str, slices: Slices = WHOLE) -> torch.Tensor:
-        view = _view(self._regions[name])
+        import torch
+
+        region = self._regions[name]
+        dtype = _dtype(region.stored)
+        # Tensors lie on whole elements; old safetensors files do not promise that, and are read as bytes.
+        whole = region.offset % dtype.itemsize == 0
+        view = _view(region, dtype if whole else None)
         for axis, (start, stop) in slices.items():
             assert 0 <= start <= stop <= view.shape[axis], (
                 f"{name}: [{start}, {stop}) of axis {axis}, {tuple(view.shape)}"
             )
             view = view.narrow(axis, start, stop - start)
-        part = view.contiguous()
+        part = view.contiguous() if whole else _elements(view.clone(memory_format=torch.contiguous_format), dtype)
         self.bytes_read += part.numel() * part.element_size()
         return part
 
 
-def _view(region: Region) -> torch.Tensor:
+def _elements(raw: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """uint8 (..., bytes of an element) -> (...)"""
+    return raw.view(dtype).squeeze(-1)
+
+
+def _dtype(stored: Stored) -> torch.dtype:
     import torch
 
-    stored = region.stored
     if stored.kind not in PLAIN:
-        dtype = torch.uint8
-    elif (found := getattr(torch, PLAIN[stored.kind][1], None)) is not None:
-        dtype = found
-    else:
+        return torch.uint8
+    found: torch.dtype | None = getattr(torch, PLAIN[stored.kind][1], None)
+    if found is None:
         raise LlmxError(
             f"{stored.name} is stored as {stored.kind}, which torch {torch.__version__} does not have.",
             hint="Install a newer torch.",
         )
+    return found
+
+
+def _view(region: Region, dtype: torch.dtype | None) -> torch.Tensor:
+    """Of the mapping. dtype: None for uint8 with one more axis, the bytes of an element."""
+    import torch
+
+    stored, kind = region.stored, dtype or torch.uint8
     shape = stored.read_shape
+    if dtype is None:
+        shape = (*shape, PLAIN[stored.kind][0] // 8)
     if stored.nbytes == 0:
-        return torch.empty(shape, dtype=dtype)
-    if region.offset % dtype.itemsize:  # tensors lie on whole elements; old safetensors files do not promise that
-        raw = torch.frombuffer(region.file.data, dtype=torch.uint8, count=stored.nbytes, offset=region.offset)
-        return raw.clone().view(dtype).reshape(shape)
-    count = stored.nbytes // dtype.itemsize
-    return torch.frombuffer(region.file.data, dtype=dtype, count=count, offset=region.offset).reshape(shape)
+        return torch.empty(shape, dtype=kind)
+    count = stored.nbytes // kind.itemsize
+    return torch.frombuffer(region.file.data, dtype=kind, count=count, offset=region.offset).reshape(shape)
 
 
 def by(shape: tuple[int, ...]) -> str:

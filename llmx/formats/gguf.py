@@ -82,12 +82,13 @@ class Gguf(MappedCheckpoint):
 
 def open_gguf(path: Path) -> Gguf:
     """Opens and checks `path`, and the other parts of its model; anything wrong is a UsageError of one sentence."""
-    part = _open_part(path)
+    part = open_part(path)
     count = Fields(part.metadata, path.name).integer("split.count", 1, low=0)
     return part if count < 2 else _join(part, count)
 
 
-def _open_part(path: Path) -> Gguf:
+def open_part(path: Path) -> Gguf:
+    """One file by itself, though it may be a part of a split model."""
     cursor = _Cursor(MappedFile(path))
     tensors, pairs = _read_header(cursor)
     metadata, _ = _metadata_of(cursor, pairs)
@@ -260,7 +261,7 @@ def _strings(cursor: _Cursor, count: int, what: str) -> list[str]:
 def _join(part: Gguf, count: int) -> Gguf:
     """The whole model that `part` is one of `count` parts of."""
     paths = _part_paths(part.path, count)
-    parts = [part if path == part.path else _open_part(path) for path in paths]
+    parts = [part if path == part.path else open_part(path) for path in paths]
     regions: dict[str, Region] = {}
     for index, other in enumerate(parts):
         fields = Fields(other.metadata, other.path.name)

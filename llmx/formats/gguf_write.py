@@ -138,10 +138,16 @@ def part_paths(path: Path, count: int) -> list[Path]:
     return [path.with_name(f"{stem}-{index + 1:05}-of-{count:05}.gguf") for index in range(count)]
 
 
-def write_parts(paths: Sequence[Path], parts: Sequence[Part], data: Callable[[Entry], Iterator[memoryview]]) -> None:
+def write_parts(
+    paths: Sequence[Path],
+    parts: Sequence[Part],
+    data: Callable[[Entry], Iterator[memoryview]],
+    check: Callable[[Path, Part, Path], None] | None = None,
+) -> None:
     """All files under temporary names, on the disk, then renamed: all of them or, if anything fails before, none.
 
-    data: the bytes of a tensor, in pieces. LlmxError where the disk refuses them.
+    data: the bytes of a tensor, in pieces. check: looks at what was written for a part, where it is and where it is to
+    go. LlmxError where the disk refuses them.
     """
     temporary = [path.with_name(f".{path.name}.{os.getpid()}.tmp") for path in paths]
     try:
@@ -150,6 +156,9 @@ def write_parts(paths: Sequence[Path], parts: Sequence[Part], data: Callable[[En
                 _write(file, part, data)
                 file.flush()
                 os.fsync(file.fileno())
+        for path, part, final in zip(temporary, parts, paths, strict=True):
+            if check is not None:
+                check(path, part, final)
         for path, final in zip(temporary, paths, strict=True):
             path.replace(final)
         _sync(paths[0].parent)

@@ -23,7 +23,7 @@ def is_hub_name(name: str) -> bool:
     return name.startswith(PREFIX) or (_NAMES[0].fullmatch(name) is not None and not Path(name).exists())
 
 
-def locate_data(name: str, say: Callable[[str], None]) -> Path:
+def locate_data(name: str, say: Callable[[str], None], flag: str = "--dataset") -> Path:
     """The file that `name` means: hf:ORG/NAME[@REVISION]/FILE, ORG/NAME[@REVISION]:FILE, or a path.
 
     UsageError for a name that means nothing; LlmxError if the hub does not give it. `say` is told of what takes time.
@@ -33,7 +33,7 @@ def locate_data(name: str, say: Callable[[str], None]) -> Path:
     rest = name.removeprefix(PREFIX)
     found = _NAMES[0].fullmatch(rest) or _NAMES[1].fullmatch(rest)
     if found is None or ".." in rest or "//" in rest or rest.endswith("/"):
-        raise UsageError(f"--dataset {name} names no file of a data set.", hint=f"Write hf:ORG/NAME/FILE: {EXAMPLE}")
+        raise UsageError(f"{flag} {name} names no file of a data set.", hint=f"Write hf:ORG/NAME/FILE: {EXAMPLE}")
     from llmx.formats.hub_fetch import data_file
 
     say(f"fetching {name}")

@@ -75,11 +75,11 @@ def write_shard(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
         Stored(name, kinds[tensor.dtype], tuple(tensor.shape), tensor.numel() * tensor.element_size())
         for name, tensor in tensors.items()
     ]
-    stream_shard(path, stored, tensors.__getitem__)
+    stream_shard(path, stored, lambda name: (tensors[name],))
 
 
-def stream_shard(path: Path, tensors: Iterable[Stored], read: Callable[[str], torch.Tensor]) -> None:
-    """As `write_shard`, with one tensor at a time in memory: `read` gives each as it is described."""
+def stream_shard(path: Path, tensors: Iterable[Stored], read: Callable[[str], Iterable[torch.Tensor]]) -> None:
+    """As `write_shard`, with little in memory: `read` gives each tensor as it is described, in pieces of whole rows."""
     import torch
 
     order = sorted(tensors, key=lambda stored: (-PLAIN[stored.kind][0], stored.name))
@@ -95,11 +95,12 @@ def stream_shard(path: Path, tensors: Iterable[Stored], read: Callable[[str], to
         with temporary.open("wb") as file:
             file.write(len(text).to_bytes(8, "little") + text)
             for stored in order:
-                tensor = read(stored.name)
-                assert tuple(tensor.shape) == stored.shape, stored.name
-                if stored.nbytes:
-                    written = file.write(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().data)
-                    assert written == stored.nbytes, stored.name
+                written = 0
+                for piece in read(stored.name):
+                    assert tuple(piece.shape[1:]) == stored.shape[1:], stored.name
+                    if piece.numel():
+                        written += file.write(piece.detach().contiguous().flatten().view(torch.uint8).numpy().data)
+                assert written == stored.nbytes, stored.name
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)

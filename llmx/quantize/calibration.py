@@ -35,7 +35,7 @@ def read(name: str, located: Located, samples: int, length: int, say: Say) -> Ca
     """From a file here or of the hub: its tokens end to end, cut every `length`, each piece behind BOS if the model
     wants one. The last piece may be shorter. UsageError where there are none."""
     tokenizer = load_tokenizer(located)
-    written = fetch(name, say)
+    written = fetch(name, say, "--calib")
     ids = tokenizer.encode(written.content, add_special=False, parse_special=False)
     bos = bos_of(tokenizer)
     front = [] if bos is None else [bos]

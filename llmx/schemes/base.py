@@ -351,6 +351,14 @@ def row_axes(layout: Layout) -> dict[str, int] | None:
     return found
 
 
+def kept_together(layout: Layout) -> int | None:
+    """How many outputs no tensor can be cut inside of; None for stacked experts."""
+    axes = [axis for dims in layout.values() for axis in dims if isinstance(axis, Axis)]
+    if any(axis.kind is Kind.EXPERT for axis in axes):
+        return None
+    return lcm(*(axis.features for axis in axes if axis.kind in (Kind.OUT, Kind.VOCAB)))
+
+
 def apply(x: Tensor, segments: Sequence[Segment], kernels: KernelTable) -> Tensor:
     """A fused linear: x (rows, n_in) -> (rows, sum of n_out); one call of the kernel where all segments are packed."""
     packed = [found for segment in segments if (found := packed_of(segment)) is not None]

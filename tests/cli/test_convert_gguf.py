@@ -90,10 +90,24 @@ def test_importance_from_a_text_is_used_kept_and_compared(
     assert second.fields["quantize.imatrix.file"].contents() == "i.gguf"
     assert second.fields["quantize.imatrix.entries_count"].contents() == 21
     assert second.fields["quantize.imatrix.dataset"].contents() == "text.txt"
-    assert second.fields["quantize.imatrix.chunks_count"].contents() == 1
+    assert second.fields["quantize.imatrix.chunks_count"].contents() == 4
     assert llmx("convert-gguf", model, "--type", "q4_0", "-o", "c.gguf").exit_code == 0
     third = gguf.GGUFReader(tmp_path / "c.gguf")
     assert [t.data.tobytes() for t in first.tensors] != [t.data.tobytes() for t in third.tensors]
+
+
+def test_what_stands_in_the_way_is_said_before_a_text_is_read(
+    llmx: Callable[..., Result], model: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "text.txt").write_text("Hello world. " * 20)
+    for name in ("a.gguf", "i.gguf"):
+        (tmp_path / name).write_text("mine")
+        options = ("--calib", "text.txt", "--save-imatrix", "i.gguf" if name == "i.gguf" else "j.gguf")
+        ran = llmx("convert-gguf", model, *options, "-o", "a.gguf" if name == "a.gguf" else "b.gguf")
+        assert ran.exit_code == 2, ran.output
+        assert f"{name} is there already" in ran.stderr
+        assert "reading text" not in ran.stderr
+    assert sorted(path.name for path in tmp_path.iterdir() if path.suffix == ".gguf") == ["a.gguf", "i.gguf"]
 
 
 @pytest.mark.parametrize(
@@ -102,6 +116,10 @@ def test_importance_from_a_text_is_used_kept_and_compared(
         (["--type", "q9"], "--type q9 is not known"),
         (["--type", "copy", "--pure"], "--type copy changes no type"),
         (["--tensor-type", "q8_0"], "must be REGEX=TYPE"),
+        (["--tensor-type", "attn-v=q8_0"], "'attn-v' is in no name of a tensor that may become q8_0"),
+        (["--tensor-type", "attn_norm=q8_0"], "'attn_norm' is in no name of a tensor"),
+        (["--calib", "none.txt", "--save-imatrix", "no/i.gguf"], "no/i.gguf can't be written"),
+        (["--calib", "none.txt"], "--calib none.txt can't be read: No such file or directory"),
         (["--output-type", "iq1_s"], "--output-type iq1_s is no type that is written"),
         (["--split-max-size", "lots"], "A size must be a whole number"),
         (["--imatrix", "a", "--calib", "b"], "--imatrix and --calib both say"),

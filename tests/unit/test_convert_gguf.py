@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from llmx.convert.gguf_collect import as_importance, collect
-from llmx.convert.gguf_importance import read_importance, write_importance
+from llmx.convert.gguf_importance import about_importance, read_importance, write_importance
 from llmx.convert.gguf_run import Wanted, convert
 from llmx.convert.gguf_types import Asked, Sizes, choose, parse_override, parse_type
 from llmx.errors import LlmxError, UsageError
@@ -299,6 +300,9 @@ def test_importance_is_read_and_used_as_it_was_written(llama: Path, tmp_path: Pa
     weight = safetensors.torch.load_file(llama / "model.safetensors")["model.layers.1.mlp.down_proj.weight"].float()
     want = Kernels("cpu").get("quantize_blocks")(weight, down.tensor_type.name, found[down.name][0])
     assert np.array_equal(down.data, want.numpy())
+    (tmp_path / "newer.dat").write_bytes(old + struct.pack("<2i", 5, 8) + b"some.txt")
+    assert about_importance(tmp_path / "newer.dat") == {"dataset": "some.txt", "chunks_count": 5}
+    assert read_importance(tmp_path / "newer.dat").keys() == found.keys()
     for broken in (b"", b"\1\0\0\0\xff\0\0\0name", old[:-3]):
         (tmp_path / "broken.dat").write_bytes(broken)
         with pytest.raises(UsageError, match="is no importance matrix"):
@@ -306,6 +310,39 @@ def test_importance_is_read_and_used_as_it_was_written(llama: Path, tmp_path: Pa
     write_importance(tmp_path / "i.gguf", {"blk.0.ffn_down.weight": (torch.ones(96), 1)}, 64, "text")
     with pytest.raises(UsageError, match="has 96 numbers, its inputs are 512"):
         converted(llama, tmp_path / "n.gguf", "q4_k_s", imatrix=tmp_path / "i.gguf")
+
+
+def test_a_kept_importance_says_of_how_many_chunks_it_is(tmp_path: Path) -> None:
+    """As llama-imatrix: the rows that most matrices saw, in chunks, to the nearest."""
+    for rows, chunks in ((1, 1), (64, 1), (4 * 64, 4), (4 * 64 + 31, 4), (4 * 64 + 33, 5)):
+        sums = {"blk.0.ffn_up.weight": (torch.full((32,), 2.0 * rows), rows), "a": (torch.ones(32), min(rows, 64))}
+        write_importance(tmp_path / "i.gguf", sums, 64, "some.txt")
+        reader = gguf.GGUFReader(tmp_path / "i.gguf")
+        assert reader.fields[gguf.Keys.General.TYPE].contents() == gguf.GGUFType.IMATRIX
+        assert reader.fields[gguf.Keys.IMatrix.CHUNK_COUNT].contents() == chunks
+        assert reader.fields[gguf.Keys.IMatrix.CHUNK_SIZE].contents() == 64
+        assert reader.fields[gguf.Keys.IMatrix.DATASETS].contents() == ["some.txt"]
+        held = {tensor.name: tensor.data for tensor in reader.tensors}
+        assert held["blk.0.ffn_up.weight.counts"].tolist() == [[rows]]
+        assert held["blk.0.ffn_up.weight.in_sum2"].tolist() == [[2.0 * rows] * 32]
+        assert about_importance(tmp_path / "i.gguf") == {"dataset": "some.txt", "chunks_count": chunks}
+        assert read_importance(tmp_path / "i.gguf")["blk.0.ffn_up.weight"].eq(2).all()
+
+
+def test_sums_and_counts_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    for sums, counts in (
+        (np.ones((1, 32), np.float32), np.ones((3, 1), np.float32)),
+        (np.ones((1, 32), np.float16),) * 2,
+    ):
+        writer = gguf.GGUFWriter(tmp_path / "i.gguf", "imatrix")
+        writer.add_tensor("a.in_sum2", sums)
+        writer.add_tensor("a.counts", counts)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        with pytest.raises(UsageError, match="are no sums and counts of importance"):
+            read_importance(tmp_path / "i.gguf")
 
 
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Phi3ForCausalLM"])

@@ -15,8 +15,11 @@ from quantised import METHODS, twins
 from tiny_models import Saved, every_tiny, make
 from tiny_models import save as save_model
 
+from llmx.convert import hf, plain
 from llmx.convert.gguf_run import Wanted, convert
 from llmx.convert.gguf_types import Asked
+from llmx.convert.plain import Plain
+from llmx.formats.checkpoint import WHOLE, Slices
 from llmx.formats.hub import Located
 from tests.unit.test_convert_gguf import with_tokenizer
 
@@ -63,6 +66,55 @@ def test_packed_weights_become_the_numbers_that_they_stand_for(
                 assert np.allclose(ours, theirs, rtol=1e-6, atol=0), tensor
             else:
                 assert found[tensor][1] == data, tensor
+
+
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many numbers each call of Plain.read gives, from now on."""
+    sizes: list[int] = []
+    read = Plain.read
+
+    def watched(self: Plain, name: str, slices: Slices = WHOLE) -> torch.Tensor:
+        made = read(self, name, slices)
+        sizes.append(made.numel())
+        return made
+
+    monkeypatch.setattr(Plain, "read", watched)
+    return sizes
+
+
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [*(("Llama-0", method) for method in METHODS), ("Qwen2-0", "awq"), ("Phi3-0", "gptq act-order")],
+)
+def test_tensors_are_never_whole_in_memory_and_the_same_in_any_number_of_pieces(
+    name: str, method: str, saved: dict[str, Saved], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed, _ = twins(saved[name], method, tmp_path)
+    with_tokenizer(packed)
+    for kind in ("f32", "q8_0"):
+        with monkeypatch.context() as patched:
+            whole = tensors(converted(packed, tmp_path / f"whole-{kind}.gguf", kind))
+            patched.setattr(plain, "CHUNK", 1024)
+            sizes = recorded(patched)
+            assert tensors(converted(packed, tmp_path / f"pieces-{kind}.gguf", kind)) == whole
+        # 3 bits: zeros of 32 outputs are in three words; blocks: of 128 outputs. Whole ones are 10,240 and more.
+        together = {"gptq 3 bits": 32, "fp8 blocks": 128}.get(method, 8)
+        assert max(sizes) <= max(1024, together * 96)
+
+
+def test_a_folder_made_of_a_file_is_the_same_in_any_number_of_pieces(
+    saved: dict[str, Saved], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Llama's q and k: whole heads, whose rows lie otherwise in a file."""
+    converted(with_tokenizer(saved["Llama-0"].folder), tmp_path / "m.gguf", "q8_0")
+    located = Located("gguf", tmp_path / "m.gguf", "m.gguf")
+    hf.convert(located, tmp_path / "whole", SAYS.append)
+    monkeypatch.setattr(plain, "CHUNK", 512)
+    sizes = recorded(monkeypatch)
+    hf.convert(located, tmp_path / "pieces", SAYS.append)
+    one, other = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "pieces"))
+    assert one == other
+    assert max(sizes) <= 16 * 64
 
 
 def test_a_copy_is_the_same_byte_for_byte_split_or_not(saved: dict[str, Saved], tmp_path: Path) -> None:

@@ -72,7 +72,11 @@ def test_data_at_an_odd_address_is_read(tmp_path: Path) -> None:
     values = struct.pack("<6f", *range(6))
     for padding in range(8):
         write(tmp_path, wf.safetensors(header + b" " * padding, values))
-        assert open_safetensors(tmp_path).read("a").tolist() == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
+        found = open_safetensors(tmp_path)
+        assert found.read("a").tolist() == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
+        assert found.read("a", {0: (1, 2)}).tolist() == [[3.0, 4.0, 5.0]]
+        assert found.read("a", {0: (0, 2), 1: (1, 3)}).tolist() == [[1.0, 2.0], [4.0, 5.0]]
+        assert found.bytes_read == 4 * (6 + 3 + 4)
 
 
 def test_a_slice_reads_and_counts_only_its_bytes(tmp_path: Path) -> None:

@@ -1,0 +1,63 @@
+"""What was written, read back before it has its name: what a reader finds in it, and whether that is numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import zip_longest
+from pathlib import Path
+
+from torch import Tensor
+
+from llmx.convert.plain import FLOATS, finite, pieces
+from llmx.convert.threads import InOrder
+from llmx.errors import LlmxError, UsageError
+from llmx.formats.checkpoint import Stored, by
+from llmx.formats.gguf import Gguf, open_part
+from llmx.formats.gguf_write import NUMBERS, Part
+from llmx.schemes.blocks import stored_halves
+
+# Where the blocks of a type have float16 scales, in bytes.
+HALVES = {
+    **dict.fromkeys(("Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "IQ4_XS", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS"), (0,)),
+    **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)),
+    **dict.fromkeys(("IQ3_S", "IQ1_S"), (0,)),
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "Q6_K": (208,),
+}
+
+
+def holds_numbers(kind: str, rows: Tensor) -> bool:
+    """Whether rows, as a file of this type has them, hold no infinities and nothing that is no number."""
+    if kind in FLOATS:
+        return finite(rows)
+    blocks = rows.reshape(-1, NUMBERS[kind][2])
+    return all(finite(stored_halves(blocks, at)) for at in HALVES.get(kind, ()))
+
+
+def read_back(written: Path, part: Part, path: Path, threads: InOrder) -> None:
+    """`written` is to become `path`. LlmxError where it holds other tensors than `part`, or what is no number."""
+    try:
+        found = open_part(written)
+    except UsageError as error:
+        raise LlmxError(f"{path} does not read back as it was written. {error.message}") from error
+    held = [_said(found.stored(name)) for name in found.names()]
+    wanted = [_said(Stored(entry.name, entry.kind, entry.shape, entry.nbytes)) for entry in part.entries]
+    for one, other in zip_longest(wanted, held, fillvalue="nothing"):
+        if one != other:
+            raise LlmxError(f"{path} does not read back as it was written: it has {other} where {one} should be.")
+    for name in found.names():
+        if not all(threads.map(_calls(found, name))):
+            raise LlmxError(f"{name} holds infinities or what is no number; such weights can't be converted.")
+
+
+def _calls(found: Gguf, name: str) -> Iterator[Callable[[], bool]]:
+    kind = found.stored(name).kind
+    if kind in FLOATS or kind in HALVES:
+        for rows in pieces(found, name):
+            yield partial(holds_numbers, kind, rows)
+
+
+def _said(stored: Stored) -> str:
+    return f"{stored.name} ({stored.kind} {by(stored.shape)})"
