@@ -20,8 +20,8 @@ POOLS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3}
 class Plan:
     """What all layers of a KV group share in one step. All int64, contiguous.
 
-    A lasting plan serves later batches of the same shape, whose tensors lie where this batch's lie. It has as many
-    units as the batch has tokens, so that it has room for any sharing out of the tokens among the rows.
+    A lasting plan serves later batches, whose tensors lie where this batch's lie and are no more. It has as many units
+    as the batch has tokens, so that it has room for any sharing out of the tokens among the rows.
     """
 
     units: Tensor  # (units, 3): first token, tokens, row; no tokens: nothing to do
@@ -31,11 +31,11 @@ class Plan:
     base: Tensor  # (rows,) first draft slot
     paths: Tensor | None  # (tokens, depth) draft nodes above a token and itself
 
-    def refill(self, batch: Any) -> None:
-        """Make a lasting plan that of another batch, with as many tokens, rows, and paths as deep."""
-        units = self.units.numpy()
+    def refill(self, batch: Any) -> int:
+        """Make a lasting plan that of another batch, with paths as deep; how many units it has now."""
         found = _units(batch)
-        units[: len(found)], units[len(found) :] = found, 0
+        self.units.numpy()[: len(found)] = found
+        return len(found)
 
 
 def plan_attention(batch: Any, group: int, window: int | None, *, lasting: bool = False) -> Plan:

@@ -49,10 +49,13 @@ class Arena:
 
 
 class Recorded:
-    """Op calls, and what they read and write besides the tensors of `held`: weights and caches, which others hold."""
+    """Op calls, and what they read and write besides the tensors of `held`: weights and caches, which others hold.
 
-    def __init__(self, calls: Any, held: list[Tensor]) -> None:
-        self._calls, self._held = calls, held
+    most: the rows that it was recorded with; None: it is of just those rows.
+    """
+
+    def __init__(self, calls: Any, held: list[Tensor], most: int | None = None) -> None:
+        self._calls, self._held, self._most = calls, held, most
 
     def __len__(self) -> int:
         return len(self._calls)
@@ -60,6 +63,11 @@ class Recorded:
     def replay(self) -> None:
         """All ops once more, in one native call. Their results lie where they lay before."""
         self._calls.replay()
+
+    def replay_rows(self, rows: int, units: int) -> None:
+        """The same for the first `rows` of what was recorded. units: of the attention plans, which are refilled."""
+        assert self._most is not None
+        self._calls.replay_rows(rows, self._most, units)
 
 
 class Recorder:
@@ -69,22 +77,26 @@ class Recorder:
         self.arena = Arena()
         self.refused: str | None = None
 
-    def record(self, run: Callable[[], T]) -> tuple[T, Recorded | None]:
+    def record(self, run: Callable[[], T], most: int | None = None) -> tuple[T, Recorded | None]:
         """What `run` gives, and its recording; None if it cannot be recorded.
 
-        The caller keeps the tensors that `run` reads and gives back.
+        The caller keeps the tensors that `run` reads and gives back. most: `run` computes with so many rows, and is not
+        run yet; its replays are of as many rows or fewer. It must be a prime, so that numbers which have nothing to do
+        with rows are recognised: they are no multiples of it.
         """
         library = native()
         assert library is not None, "the table offers this only where the library is built"
         watch = _Watch(self.arena)
-        library.begin()
+        library.begin(most is not None)
         try:
             with watch:
                 result = run()
         finally:
             calls = library.end()
         self.refused = watch.refused
-        return result, None if watch.refused else Recorded(calls, watch.held)
+        if most is not None and not calls.follows(most):
+            self.refused = self.refused or "an op whose rows are not the batch's"
+        return result, None if self.refused else Recorded(calls, watch.held, most)
 
 
 class _Watch(TorchDispatchMode):

@@ -18,7 +18,7 @@ from torch import Tensor
 from llmx.core import Request, SamplingParams
 from llmx.device import available_memory
 from llmx.engine.engine import Engine
-from llmx.engine.graph import MOST_TOKENS
+from llmx.engine.steady import MOST_ROWS
 from llmx.errors import UsageError
 from llmx.formats.checkpoint import PLAIN, Stored
 from llmx.formats.gguf import TYPES
@@ -298,7 +298,7 @@ def _product(linears: Sequence[Linear], rows: int, tries: int = 3) -> float:
     copies = max(1, SPREAD // whole) if rows <= 64 else 1
     every = [*linears, *(_another(one) for _ in range(copies - 1) for one in linears)]
     inputs = {one.n_in: torch.ones(rows, one.n_in) for one in linears}
-    through = _recorded(lambda: [one(inputs[one.n_in]) for one in every]) if rows <= MOST_TOKENS else None
+    through = _recorded(lambda: [one(inputs[one.n_in]) for one in every]) if rows <= MOST_ROWS else None
     taken = []
     for _ in range(tries + 1):
         began = time.perf_counter()

@@ -1,7 +1,8 @@
-"""Small forwards recorded once and replayed: a step of few tokens costs more in Python than in its kernels.
+"""Forwards recorded once and replayed: in Python a step of few tokens costs more than its kernels, one of many enough.
 
-A graph belongs to a shape: so many tokens, rows, blocks in the tables, nodes in a path. What a step computes with is
-copied to where the recorded ops read it. How ops are recorded is the device's own: the table's `recorder`.
+A recorded forward serves every batch of as many tokens as it has room for, or fewer, however they are shared out among
+rows: no op's result for a row depends on how many rows there are. What a step computes with is copied to where the
+recorded ops read it. How ops are recorded is the device's own: the table's `recorder`.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 from collections import OrderedDict
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from llmx.cache.pools import Cache
 
 log = logging.getLogger(__name__)
 
-MOST_TOKENS = 64  # of a forward that is recorded: in larger ones Python is lost beside the kernels
+ROOMS = (67, 521)  # tokens that recorded forwards have room for: primes, which the recorder tells from other numbers
 MOST_GRAPHS = 128
 LEAST_BLOCKS = (
     16  # tables are as wide as a power of two of at least so many, so that a text that grows fits in its graph
@@ -30,55 +30,56 @@ Key = tuple[Any, ...]
 
 
 class Graph:
-    """One recorded forward: its inputs, its results, and the ops between."""
+    """One recorded forward: its inputs, its results, and the ops between. room: tokens that it can take."""
 
-    def __init__(self, batch: Batch) -> None:
-        self.batch = replace(
-            batch,
-            tokens=torch.empty_like(batch.tokens),
-            positions=torch.empty_like(batch.positions),
-            prefix=torch.empty_like(batch.prefix),
-            slots=[torch.empty_like(slots) for slots in batch.slots],
-            tables=[table.new_zeros(len(table), table_width(table.shape[1])) for table in batch.tables],
-            base=torch.empty_like(batch.base),
-            paths=None if batch.paths is None else batch.paths.contiguous().clone(),
+    def __init__(self, room: int, widths: tuple[int, ...], depth: int | None, size: int) -> None:
+        """widths: of the tables, by KV group. depth: of the paths of draft trees; None: there are none."""
+        tokens, positions, prefix, base, zero, *slots = (
+            torch.zeros(room, dtype=torch.long) for _ in range(5 + len(widths))
         )
+        tables = [torch.zeros(room, width, dtype=torch.long) for width in widths]
+        paths = None if depth is None else torch.full((room, depth), -1, dtype=torch.long)
+        ones, zeros = (1,) * room, (0,) * room
+        self.batch = Batch(
+            tokens, positions, zero, zero, prefix, slots, tables, base, zero, zero, size, ones, ones, zeros, zeros,
+            paths,
+        )  # fmt: skip
         self.plans: dict[int, Any] = {}
         self.recorded: Any = None
-        self.results = (batch.tokens, batch.tokens)
-        self._shares = (batch.lengths, batch.counts)
-        self._fill(batch)
+        self.results = (tokens, tokens)
+        self._shares: Any = None
+        self._units = 0
 
     def replay(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The forward of another batch of this shape."""
+        """The forward of a batch that there is room for."""
         self._fill(batch)
         if (batch.lengths, batch.counts) != self._shares:
-            for plan in self.plans.values():
-                plan.refill(batch)
+            self._units = max([plan.refill(batch) for plan in self.plans.values()], default=0)
             self._shares = (batch.lengths, batch.counts)
-        self.recorded.replay()
-        hidden, taps = self.results
-        return _copied(hidden, taps)
+        count = len(batch.tokens)
+        self.recorded.replay_rows(count, self._units)
+        hidden, taps = self.results  # the next replay, also of another graph, writes there
+        return hidden[:count].clone(), taps[:count].clone() if taps.shape[1] else hidden.new_empty(count, 0)
 
     def _fill(self, batch: Batch) -> None:
-        mine = self.batch
-        mine.tokens.copy_(batch.tokens)
-        mine.positions.copy_(batch.positions)
-        mine.prefix.copy_(batch.prefix)
-        mine.base.copy_(batch.base)
+        mine, count, rows = self.batch, len(batch.tokens), len(batch.lengths)
+        mine.tokens[:count] = batch.tokens
+        mine.positions[:count] = batch.positions
+        mine.prefix[:count] = batch.prefix
+        mine.base[:rows] = batch.base
         for to, slots in zip(mine.slots, batch.slots, strict=True):
-            to.copy_(slots)
+            to[:count] = slots
         for to, table in zip(mine.tables, batch.tables, strict=True):
-            to[:, : table.shape[1]] = table  # what is left behind them no query looks into
+            to[:rows, : table.shape[1]] = table  # what is left behind them no query looks into
         if mine.paths is not None and batch.paths is not None:
-            mine.paths.copy_(batch.paths)
+            mine.paths[:count] = batch.paths
 
 
 class Graphs:
-    """The forwards of a model over its cache, those of few tokens by graph. LLMX_GRAPH=0: none, to bisect.
+    """The forwards of a model over its cache, all but the largest by graph. LLMX_GRAPH=0: none, to bisect.
 
-    A shape is recorded when it is seen for the second time. The least recently used graph goes when there are too many.
-    A model whose forward has torch ops between the native ones runs without, and says so in the debug log.
+    A graph is recorded when it is wanted for the second time. The least recently used goes when there are too many. A
+    model whose forward has torch ops between the native ones runs without, and says so in the debug log.
     """
 
     def __init__(self, model: Any, cache: Cache) -> None:
@@ -96,46 +97,42 @@ class Graphs:
 
     def forward(self, batch: Batch, taps: tuple[int, ...] = ()) -> tuple[Tensor, Tensor]:
         """As the model's: hidden (T, hidden) and taps (T, len(taps) * hidden), to the bit."""
-        if self.recorder is None or len(batch.tokens) > MOST_TOKENS:
+        room = next((room for room in ROOMS if len(batch.tokens) <= room), None)
+        if self.recorder is None or room is None:
             return self._eager(batch, taps)
         depth = None if batch.paths is None else batch.paths.shape[1]
-        widths = tuple(table_width(table.shape[1]) for table in batch.tables)
-        key = (len(batch.tokens), len(batch.lengths), widths, depth, taps, torch.get_num_threads())
-        if (graph := self._graphs.get(key)) is not None:
-            self._graphs.move_to_end(key)
-            self.replays += 1
-            return graph.replay(batch)
-        if (taps, depth is None) in self._refused:
-            return self._eager(batch, taps)
-        if key in self._seen:
+        widths = tuple([table_width(table.shape[1]) for table in batch.tables])
+        key = (room, widths, depth, taps, torch.get_num_threads())
+        graph = self._graphs.get(key)
+        if graph is None:
+            if (taps, depth is None) in self._refused:
+                return self._eager(batch, taps)
+            if key not in self._seen:
+                remember(self._seen, key, None)
+                return self._eager(batch, taps)
             del self._seen[key]
-            return self._record(key, batch, taps)
-        remember(self._seen, key, None)
-        return self._eager(batch, taps)
+            graph = Graph(room, widths, depth, self.cache.size)
+            if not self._record(graph, taps):
+                self._refused.add((taps, depth is None))
+                return self._eager(batch, taps)
+            remember(self._graphs, key, graph)
+        self._graphs.move_to_end(key)
+        self.replays += 1
+        return graph.replay(batch)
 
     def _eager(self, batch: Batch, taps: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         found: tuple[Tensor, Tensor] = self.model.forward(batch, self.cache, taps=taps)
         return found
 
-    def _record(self, key: Key, batch: Batch, taps: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    def _record(self, graph: Graph, taps: tuple[int, ...]) -> bool:
+        """False: it can't be recorded. Nothing is computed."""
         assert self.recorder is not None
-        graph = Graph(batch)
-        results, graph.recorded = self.recorder.record(
-            lambda: self.model.forward(graph.batch, self.cache, taps=taps, plans=graph.plans)
+        graph.results, graph.recorded = self.recorder.record(
+            lambda: self.model.forward(graph.batch, self.cache, taps=taps, plans=graph.plans), len(graph.batch.tokens)
         )
         if graph.recorded is None:
-            self._refused.add((taps, batch.paths is None))
             log.debug("no graphs for this model: its forward calls %s", self.recorder.refused)
-            hidden, seen = results
-            return hidden, seen
-        graph.results = results
-        remember(self._graphs, key, graph)
-        return _copied(*graph.results)
-
-
-def _copied(hidden: Tensor, taps: Tensor) -> tuple[Tensor, Tensor]:
-    """The next replay, also of another graph, writes where the results lie."""
-    return hidden.clone(), taps.clone() if taps.shape[1] else hidden.new_empty(len(hidden), 0)
+        return graph.recorded is not None
 
 
 def remember(found: OrderedDict[Key, Any], key: Key, value: Any) -> None:

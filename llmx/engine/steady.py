@@ -15,13 +15,14 @@ import torch
 
 from llmx.batch import Batch, Drafts, one_each
 from llmx.core import Row
-from llmx.engine.graph import MOST_TOKENS, Graphs, remember, table_width
+from llmx.engine.graph import Graphs, remember, table_width
 from llmx.sampler import Draws, rules_of
 from llmx.speculative.base import Needs
 from llmx.speculative.verify import Verdict, verify
 
 log = logging.getLogger(__name__)
 
+MOST_ROWS = 64  # of a step that is recorded: in larger ones Python is lost beside the kernels
 Key = tuple[int, ...]
 
 
@@ -84,7 +85,7 @@ class Steady:
 
     def step(self, rows: list[Row]) -> tuple[SteadyStep, list[int]] | None:
         """The step, which has been run, and the tokens that it drew; None: these rows make no such step."""
-        if self._redraw is None or self._graphs.recorder is None or len(rows) > MOST_TOKENS:
+        if self._redraw is None or self._graphs.recorder is None or len(rows) > MOST_ROWS:
             return None
         for row in rows:
             sequence = row.sequence

@@ -54,6 +54,10 @@ class Compared(Graphs):
 
     compared = 0
 
+    def __init__(self, model: Any, cache: Any) -> None:
+        super().__init__(model, cache)
+        self.shapes: set[tuple[int, int]] = set()  # tokens and rows of what was compared
+
     def forward(self, batch: Batch, taps: tuple[int, ...] = ()) -> tuple[torch.Tensor, torch.Tensor]:
         before = self.replays
         found = super().forward(batch, taps)
@@ -65,6 +69,7 @@ class Compared(Graphs):
                 assert torch.equal(got[:, 1:].isnan(), want[:, 1:].isnan())
                 assert torch.equal(got[:, 1:].nan_to_num(), want[:, 1:].nan_to_num())
             self.compared += 1
+            self.shapes.add((len(batch.tokens), len(batch.lengths)))
         return found
 
 
@@ -160,7 +165,21 @@ def test_drafts(windows: str, dtype: torch.dtype, siblings: int) -> None:
     for _ in range(4):
         expect(run, run.run(few()), want)
     assert graphs.compared > 3
-    assert any((key[3] is not None) == bool(siblings) for key in graphs._graphs)
+    assert any((key[2] is not None) == bool(siblings) for key in graphs._graphs)
+
+
+def test_one_recording_serves_prompts_and_decodes_however_many_there_are() -> None:
+    run, graphs = compared("full", torch.float32, running=12)
+    rng = random.Random(2)
+    made = [
+        Request(str(i), tuple(rng.randrange(VOCAB) for _ in range(rng.randrange(1, 12))),
+                SamplingParams(max_tokens=rng.randrange(1, 20), seed=i))
+        for i in range(60)
+    ]  # fmt: skip
+    run.run(made)
+    assert len(graphs.shapes) > 10
+    assert any(tokens > rows > 1 for tokens, rows in graphs.shapes), "prompts and decodes in one step"
+    assert len(graphs) <= len(graph.ROOMS)
 
 
 class Taps(NoDrafter):
@@ -175,7 +194,7 @@ def test_hidden_states_that_a_drafter_asks_for(dtype: torch.dtype) -> None:
     for _ in range(2):
         expect(run, run.run(few()), truth("full", dtype))
     assert graphs.compared > 5
-    assert {key[4] for key in graphs._graphs} == {(0, 2, -1)}
+    assert {key[3] for key in graphs._graphs} == {(0, 2, -1)}
 
 
 def test_a_text_that_outgrows_its_table_gets_a_wider_graph() -> None:

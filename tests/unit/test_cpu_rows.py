@@ -139,6 +139,40 @@ def test_a_recording_replays_on_what_now_lies_where_it_read(isa: str) -> None:
         assert torch.equal(result, run())
 
 
+def test_a_recording_made_dry_serves_as_many_rows_and_fewer(isa: str) -> None:
+    recorder, most = NATIVE.get("recorder")(), 7
+    add, norm, gated, take = (NATIVE.get(op) for op in ("add_scaled", "rms_norm", "silu_mul", "take_rows"))
+    weight, table = draw(40, seed=9), draw(30, 80, seed=3)
+    x, index = draw(most, 40), torch.arange(most) * 3
+
+    def run(rows: int = most) -> Tensor:
+        wide = take(table, index[:rows])
+        result: Tensor = norm(add(gated(wide), 0.5, x[:rows]), weight, 1e-5)
+        return result
+
+    result, recorded = recorder.record(run, most)
+    assert recorder.refused is None
+    result.zero_()
+    for rows in (3, 7, 1, 0, 5):
+        before = result.clone()
+        recorded.replay_rows(rows, 0)
+        assert torch.equal(result[:rows], run(rows))
+        assert torch.equal(result[rows:], before[rows:]), "rows that are not asked for stay as they were"
+    for rows, units in ((8, 0), (-1, 0), (3, 8)):
+        with pytest.raises(ValueError, match="no more rows or units"):
+            recorded.replay_rows(rows, units)
+
+
+def test_what_does_not_follow_the_rows_is_not_recorded_for_fewer() -> None:
+    recorder, add, most = NATIVE.get("recorder")(), NATIVE.get("add_scaled"), 7
+    x = draw(most, 40)
+    _, recorded = recorder.record(lambda: add(x[:5], 2.0, None), most)
+    assert recorded is None
+    assert recorder.refused == "an op whose rows are not the batch's"
+    assert recorder.record(lambda: add(x, 2.0, None), most)[1] is not None
+    assert recorder.refused is None
+
+
 def test_memory_that_is_free_again_serves_later_ops_and_recordings() -> None:
     recorder, add = NATIVE.get("recorder")(), NATIVE.get("add_scaled")
     x = draw(8, 64)
