@@ -93,7 +93,7 @@ class Engine:
         self.cache = Cache(
             every, len(specs), blocks, size, tap_dim=tap_dim, dtype=kv_dtype, device=device, poison=poison
         )
-        self.graphs = Graphs(model, self.cache)
+        self.graphs = Graphs(model, self.cache, limits.running)
         self.steady = Steady(self.graphs, needs)
         self.lent = Lent(model, self.cache, model.kernels)
         self.grammars = Grammars(tokenizer, model.config.vocab)

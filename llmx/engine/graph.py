@@ -30,14 +30,14 @@ Key = tuple[Any, ...]
 
 
 class Graph:
-    """One recorded forward: its inputs, its results, and the ops between. room: tokens that it can take."""
+    """One recorded forward: its inputs, its results, and the ops between."""
 
-    def __init__(self, room: int, widths: tuple[int, ...], depth: int | None, size: int) -> None:
-        """widths: of the tables, by KV group. depth: of the paths of draft trees; None: there are none."""
-        tokens, positions, prefix, base, zero, *slots = (
-            torch.zeros(room, dtype=torch.long) for _ in range(5 + len(widths))
-        )
-        tables = [torch.zeros(room, width, dtype=torch.long) for width in widths]
+    def __init__(self, room: int, rows: int, widths: tuple[int, ...], depth: int | None, size: int) -> None:
+        """room, rows: tokens and rows that it can take. widths: of the tables, by KV group. depth: of the paths of
+        draft trees; None: there are none."""
+        tokens, positions, prefix, zero, *slots = (torch.zeros(room, dtype=torch.long) for _ in range(4 + len(widths)))
+        tables = [torch.zeros(rows, width, dtype=torch.long) for width in widths]
+        base = torch.zeros(rows, dtype=torch.long)
         paths = None if depth is None else torch.full((room, depth), -1, dtype=torch.long)
         ones, zeros = (1,) * room, (0,) * room
         self.batch = Batch(
@@ -82,8 +82,9 @@ class Graphs:
     model whose forward has torch ops between the native ones runs without, and says so in the debug log.
     """
 
-    def __init__(self, model: Any, cache: Cache) -> None:
-        self.model, self.cache = model, cache
+    def __init__(self, model: Any, cache: Cache, rows: int = ROOMS[-1]) -> None:
+        """rows: most in one batch."""
+        self.model, self.cache, self._rows = model, cache, rows
         kernels = model.kernels
         usable = model.group.size == 1 and kernels.has("recorder") and os.environ.get("LLMX_GRAPH") != "0"
         self.recorder = kernels.get("recorder")() if usable else None
@@ -111,7 +112,7 @@ class Graphs:
                 remember(self._seen, key, None)
                 return self._eager(batch, taps)
             del self._seen[key]
-            graph = Graph(room, widths, depth, self.cache.size)
+            graph = Graph(room, min(room, self._rows), widths, depth, self.cache.size)
             if not self._record(graph, taps):
                 self._refused.add((taps, depth is None))
                 return self._eager(batch, taps)

@@ -54,8 +54,8 @@ class Compared(Graphs):
 
     compared = 0
 
-    def __init__(self, model: Any, cache: Any) -> None:
-        super().__init__(model, cache)
+    def __init__(self, model: Any, cache: Any, rows: int) -> None:
+        super().__init__(model, cache, rows)
         self.shapes: set[tuple[int, int]] = set()  # tokens and rows of what was compared
 
     def forward(self, batch: Batch, taps: tuple[int, ...] = ()) -> tuple[torch.Tensor, torch.Tensor]:
@@ -119,7 +119,7 @@ def compared(windows: str, dtype: torch.dtype, **options: Any) -> tuple[Watched,
 
 
 def watch(run: Watched) -> Compared:
-    run.graphs = graphs = Compared(run.model, run.cache)
+    run.graphs = graphs = Compared(run.model, run.cache, run.scheduler.limits.running)
     run.steady = ComparedSteady(graphs, run.drafter.needs)
     return graphs
 
