@@ -50,6 +50,7 @@ def read_back(written: Path, part: Part, path: Path, threads: InOrder) -> None:
     for name in found.names():
         if not all(threads.map(_calls(found, name))):
             raise LlmxError(f"{name} holds infinities or what is no number; such weights can't be converted.")
+        found.release(name)
 
 
 def _calls(found: Gguf, name: str) -> Iterator[Callable[[], bool]]:

@@ -150,6 +150,7 @@ class _Tensors:
             yield piece
             self._done += piece.nbytes
             self._tell(self._done, self._total)
+        self._source.release(entry.name)
 
     def _converted(self, entry: Entry) -> Iterator[Tensor]:
         for made in self._threads.map(self._calls(entry)):

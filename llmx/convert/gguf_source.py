@@ -22,7 +22,7 @@ from llmx.convert.gguf_types import Sizes
 from llmx.convert.gguf_vocab import vocabulary
 from llmx.convert.plain import FLOATS, Plain, dense_dtype, in_steps, pieces
 from llmx.errors import UsageError
-from llmx.formats.checkpoint import Checkpoint, Stored
+from llmx.formats.checkpoint import Stored
 from llmx.formats.fields import Fields
 from llmx.formats.gguf import stored_pairs
 from llmx.formats.gguf_write import QUANTIZATION_VERSION, UINT32, encode
@@ -58,6 +58,10 @@ class GgufSource(ABC):
     @abstractmethod
     def as_stored(self, name: str, kind: str) -> Iterator[Tensor] | None:
         """The tensor in pieces, if what is stored is of `kind` already and is to stay as it is."""
+
+    @abstractmethod
+    def release(self, name: str) -> None:
+        """All of the tensor was read: its pages need not stay in memory."""
 
     @abstractmethod
     def kept(self, name: str) -> str:
@@ -213,6 +217,10 @@ class FolderSource(GgufSource):
             return None
         return pieces(self._plain, unit.stored) if self._plain.stored(unit.stored).kind == kind else None
 
+    def release(self, name: str) -> None:
+        if name in self._units:
+            self._plain.release(self._units[name].stored)
+
     def kept(self, name: str) -> str:
         return "F32"
 
@@ -242,7 +250,7 @@ class FileSource(GgufSource):
             ),
             {key: raw for key, raw in stored_pairs(checkpoint.path).items() if not key.startswith("split.")},
         )
-        self._checkpoint: Checkpoint = checkpoint
+        self._checkpoint = checkpoint
         self.stored_order = tuple(checkpoint.names())
         for name in checkpoint.names():
             stored = checkpoint.stored(name)
@@ -261,6 +269,9 @@ class FileSource(GgufSource):
 
     def as_stored(self, name: str, kind: str) -> Iterator[Tensor] | None:
         return pieces(self._checkpoint, name) if self.kinds[name] == kind else None
+
+    def release(self, name: str) -> None:
+        self._checkpoint.release(name)
 
     def kept(self, name: str) -> str:
         return self.kinds[name]

@@ -153,6 +153,7 @@ def _pieces(checkpoint: Any, name: str) -> Iterator[Callable[[], torch.Tensor]]:
 
     for rows in in_steps(checkpoint.stored(name).shape, checkpoint.together(name)):
         yield partial(read, rows)
+    checkpoint.release(name)
 
 
 def _shards(checkpoint: Any, most: int) -> dict[str, list[str]]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from llmx.errors import LlmxError, UsageError
-from llmx.formats.checkpoint import WHOLE, Checkpoint, Slices, Stored
+from llmx.formats.checkpoint import WHOLE, Checkpoint, MappedCheckpoint, Slices, Stored
 from llmx.models import Opened
 from llmx.schemes import base, find
 from llmx.schemes.base import Kind, Span, kept_together, ranges
@@ -82,6 +82,12 @@ class Plain:
             made = made.narrow(axis, start, stop - start)
         self.bytes_read += made.numel() * made.element_size()
         return made.contiguous()
+
+    def release(self, name: str) -> None:
+        """What was read of the tensor is not needed again soon."""
+        if isinstance(self._checkpoint, MappedCheckpoint):
+            for stored in self._entries[name].group.values():
+                self._checkpoint.release(stored.name)
 
     def together(self, name: str) -> int:
         """Rows that belong together: from a multiple of them to another nothing else is unpacked. 1: any; all of them

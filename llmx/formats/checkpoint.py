@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 Slices = Mapping[int, tuple[int, int]]
 WHOLE: Slices = MappingProxyType({})
+DONTNEED = getattr(mmap, "MADV_DONTNEED", None)
 MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Linux's value; Python names it from 3.13 on
 
 # Stored kinds that are plain arrays: bits of an element and torch's name of the dtype.
@@ -169,6 +170,15 @@ class MappedCheckpoint:
         part = view.contiguous() if whole else _elements(view.clone(memory_format=torch.contiguous_format), dtype)
         self.bytes_read += part.numel() * part.element_size()
         return part
+
+    def release(self, name: str) -> None:
+        """The tensor's pages count no longer as this process's memory, until they are read again. Nothing may have been
+        written to them."""
+        region = self._regions[name]
+        first = -(-region.offset // mmap.PAGESIZE) * mmap.PAGESIZE
+        length = (region.offset + region.stored.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - first
+        if length > 0 and DONTNEED is not None:
+            region.file.data.madvise(DONTNEED, first, length)
 
 
 def _elements(raw: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -93,6 +93,24 @@ def test_a_slice_reads_and_counts_only_its_bytes(tmp_path: Path) -> None:
     assert rows.data_ptr() == ours.read("w").data_ptr() + 16  # a view of the mapping, not a copy
 
 
+def test_what_is_released_leaves_memory_and_is_read_again(tmp_path: Path) -> None:
+    weight = torch.arange(2**21, dtype=torch.int64)
+    save(tmp_path / "model.safetensors", {"w": weight, "x": torch.ones(3)})
+
+    def mapped() -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("RssFile", "RssShmem")))
+
+    ours = open_safetensors(tmp_path)
+    before = mapped()
+    assert torch.equal(ours.read("w"), weight)
+    assert mapped() > before + weight.nbytes // 2
+    ours.release("w")
+    assert mapped() < before + weight.nbytes // 2
+    assert torch.equal(ours.read("w"), weight)
+    assert ours.read("x").tolist() == [1, 1, 1]
+
+
 def test_a_file_larger_than_memory_is_mapped_and_a_slice_of_it_read(tmp_path: Path) -> None:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     rows = 3 * memory // 4096
