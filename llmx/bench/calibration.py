@@ -18,7 +18,7 @@ from torch import Tensor
 from llmx.core import Request, SamplingParams
 from llmx.device import available_memory
 from llmx.engine.engine import Engine
-from llmx.engine.steady import MOST_ROWS
+from llmx.engine.graph import ROOMS
 from llmx.errors import UsageError
 from llmx.formats.checkpoint import PLAIN, Stored
 from llmx.formats.gguf import TYPES
@@ -170,14 +170,17 @@ def _idle(anatomy: Anatomy, layers: int, batch: int, prompt: int, context: int) 
     """A prompt's step, one sequence's decode step and `batch` sequences', without products with weights."""
     length = max(prompt, context) + 3 * STEPS + 4
     timed = _Steps(anatomy, layers, batch, length, _Timed())
-    plain = _Steps(anatomy, layers, batch, length, Kernels("cpu"))  # which replays its decode steps
+    plain = _Steps(anatomy, layers, batch, length, Kernels("cpu"))  # which replays its steps, once it knows them
 
     def decode(count: int) -> _Rest:
         return _Rest(plain.decode(count, context).step, timed.decode(count, context).attention)
 
-    steps = [timed.prompt(f"prompt/{i}", prompt) for i in range(4)]
+    def whole(i: int) -> _Rest:
+        return _Rest(plain.prompt(f"prompt/{i}", prompt).step, timed.prompt(f"prompt/{i}", prompt).attention)
+
+    steps = [whole(i) for i in range(5)]
     one = decode(1)
-    return _middle(steps[1:]), one, decode(batch) if batch > 1 else one
+    return _middle(steps[2:]), one, decode(batch) if batch > 1 else one
 
 
 class _Steps:
@@ -298,7 +301,7 @@ def _product(linears: Sequence[Linear], rows: int, tries: int = 3) -> float:
     copies = max(1, SPREAD // whole) if rows <= 64 else 1
     every = [*linears, *(_another(one) for _ in range(copies - 1) for one in linears)]
     inputs = {one.n_in: torch.ones(rows, one.n_in) for one in linears}
-    through = _recorded(lambda: [one(inputs[one.n_in]) for one in every]) if rows <= MOST_ROWS else None
+    through = _recorded(lambda: [one(inputs[one.n_in]) for one in every]) if rows <= ROOMS[-1] else None
     taken = []
     for _ in range(tries + 1):
         began = time.perf_counter()
