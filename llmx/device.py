@@ -45,8 +45,14 @@ def thread_count(ranks: int = 1) -> int:
 
 
 def use_threads(wanted: int | None = None, ranks: int = 1) -> int:
-    """Have torch and our kernels use `wanted` threads, or as many as `thread_count` finds; returns how many."""
+    """Have torch and our kernels use `wanted` threads, or as many as `thread_count` finds; returns how many.
+
+    UsageError for fewer than one.
+    """
     import torch
+
+    if wanted is not None and wanted < 1:
+        raise UsageError(f"--threads must be at least 1, not {wanted}.")
 
     torch.set_num_threads(wanted or thread_count(ranks))
     return torch.get_num_threads()

@@ -39,6 +39,8 @@ def convert_hf(
     from llmx.formats.hub import locate
     from llmx.report import Report
 
+    if not 1 <= shard_gb * 1e9 < 2**63:
+        raise UsageError(f"--shard-gb must be a number of GB above 0, not {shard_gb:g}.")
     if dtype not in ("auto", *DTYPES):
         raise UsageError(f"--dtype must be auto, {', '.join(DTYPES)}, not {dtype!r}.")
     known = identity(model)

@@ -123,6 +123,7 @@ def test_what_stands_in_the_way_is_said_before_a_text_is_read(
         (["--output-type", "iq1_s"], "--output-type iq1_s is no type that is written"),
         (["--split-max-size", "lots"], "A size must be a whole number"),
         (["--imatrix", "a", "--calib", "b"], "--imatrix and --calib both say"),
+        (["--threads", "0"], "--threads must be at least 1, not 0"),
         (["--save-imatrix", "a"], "--save-imatrix keeps what --calib collects"),
         (["--imatrix", "none.dat"], "none.dat can't be read: No such file or directory"),
         (["--pretokenizer", "qwen2", "-o", "no/where.gguf"], "no is no folder"),

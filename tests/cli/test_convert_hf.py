@@ -89,6 +89,8 @@ def test_a_dry_run_says_sizes_and_leaves_nothing(llmx: Callable[..., Result], mo
     ("arguments", "says"),
     [
         (("FILE", "--dtype", "int8"), "--dtype must be auto, float32, float16, bfloat16"),
+        (("FILE", "--shard-gb", "0"), "--shard-gb must be a number of GB above 0, not 0"),
+        (("FILE", "--shard-gb", "inf"), "--shard-gb must be a number of GB above 0, not inf"),
         (("not-there.gguf",), "not-there.gguf"),
         (("FOLDER",), "is a Hugging Face folder already"),
         (("FILE", "-o", "no/such/place/out", "--json", "no/report.json"), "no/report.json"),
