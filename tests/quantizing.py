@@ -30,8 +30,9 @@ def texts_of(vocab: int) -> list[list[int]]:
 
 
 def begin(
-    folder: Path, out: Path, options: Options, *, resume: bool = False, force: bool = False, group: int | None = 32
-) -> Run:
+    folder: Path, out: Path, options: Options, *, resume: bool = False, force: bool = False, group: int | None = 32,
+    on_disk: bool = False,
+) -> Run:  # fmt: skip
     source = open_source(Located("hf" if folder.is_dir() else "gguf", folder, folder.name, False))
     if options.grids:
         mine = [(unit.name, unit.n_in) for unit in source.mine(options)]
@@ -39,7 +40,7 @@ def begin(
     texts = texts_of(source.opened.config.vocab)
     mark = fingerprint(source, options, texts, 0)
     into = Output(out, len(source.units), mark, resume=resume, force=force)
-    return Run(source, options, texts, into, lambda line: None)
+    return Run(source, options, texts, into, lambda line: None, on_disk=on_disk)
 
 
 def whole(folder: Path, out: Path, options: Options, **more: Any) -> Run:

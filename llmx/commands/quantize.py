@@ -83,6 +83,14 @@ def quantize(
     samples: Annotated[int, typer.Option(min=1, help="Texts.", **_CALIBRATION)] = 64,
     seq_len: Annotated[int, typer.Option("--seq-len", min=2, help="Tokens in each.", **_CALIBRATION)] = 512,
     seed: Annotated[int, typer.Option(min=0, help="Of drawn text.", **_CALIBRATION)] = 0,
+    states: Annotated[
+        str,
+        typer.Option(
+            help="Where its hidden states are kept: ram, disk (a file beside the result, until it is done) or auto "
+            "(disk where they would take over a quarter of the free memory).",
+            **_CALIBRATION,
+        ),
+    ] = "auto",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say sizes, memory and time only.", **_OUTPUT)] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with what was cut off.", **_OUTPUT)] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace what is there.", **_OUTPUT)] = False,
@@ -97,6 +105,7 @@ def quantize(
     """Quantize a model: --awq, --gptq, --fp8 or --int8. The folder's path is printed at the end."""
     started = datetime.now(UTC)
     from llmx.quantize.options import choose, parse_group
+    from llmx.quantize.room import check_place
 
     chosen = [name for name, on in (("awq", awq), ("gptq", gptq), ("fp8", fp8), ("int8", int8)) if on]
     if len(chosen) != 1:
@@ -106,6 +115,7 @@ def quantize(
         ignore=ignore, strict=strict, head=quantize_lm_head,
     )  # fmt: skip
     group = parse_group(group_size)
+    check_place(states)
     if backend is None and (backend_venv is not None or create_backend_venv):
         raise UsageError("--backend-venv and --create-backend-venv are of --backend, which is not given.")
     o.writable(None if json == Path("-") else json)
@@ -127,7 +137,10 @@ def quantize(
     from llmx.report import Report
 
     use_threads(threads, 1)
-    wanted = Wanted(options, group, output, calib, samples, seq_len, seed, resume, force, dry_run, measure, other)
+    wanted = Wanted(
+        options, group, output, calib, samples, seq_len, seed, resume, force, dry_run, measure, other,
+        states,
+    )  # fmt: skip
     with ticker() as say:
         made = run(model, locate(model), wanted, say)
     report = Report(

@@ -105,12 +105,18 @@ def prefix_of(index: int) -> str:
 
 
 class Run:
-    """One run: `quantize` makes all blocks, `finish` the rest, the check and the renaming."""
+    """One run: `quantize` makes all blocks, `finish` the rest, the check and the renaming.
 
-    def __init__(self, source: Source, options: Options, texts: Texts, output: Output, say: Say) -> None:
+    on_disk: the texts' hidden states lie in a file of the output's folder.
+    """
+
+    def __init__(
+        self, source: Source, options: Options, texts: Texts, output: Output, say: Say, *, on_disk: bool = False
+    ) -> None:
         self.source, self.options, self.output, self._say = source, options, output, say
         self._quantizer = Quantizer(options, source.opened.config, source.opened.family.SMOOTH, source.dtype)
         self._texts = [list(text) for text in texts]
+        self._on_disk = on_disk
         self._length = max(map(len, self._texts), default=1)
         self._widest = max(unit.n_out for unit in source.every)
         self.resumed = 0
@@ -119,7 +125,7 @@ class Run:
     @torch.inference_mode()
     def quantize(self) -> None:
         model, weights = build(self.source.opened, self._length)
-        states = States(model, self._texts, self._widest) if self.options.calibrates else None
+        states = self._states(model) if self.options.calibrates else None
         for index in range(len(model.layers)):
             began = time.monotonic()
             done_before = self.output.is_done(index)
@@ -140,6 +146,9 @@ class Run:
         self.notes.append(self.output.note(self.output.blocks))
         if self.options.head:
             self._say(f"head: {_summary(self.notes[-1])}")
+
+    def _states(self, model: Any) -> States:
+        return States(model, self._texts, self._widest, self.output.scratch if self._on_disk else None)
 
     @property
     def _wants_head(self) -> bool:

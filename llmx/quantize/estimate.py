@@ -9,11 +9,12 @@ import torch
 
 from llmx.quantize.driver import Source
 from llmx.quantize.options import Options
+from llmx.quantize.room import States
 from llmx.quantize.source import Unit
 
 
-def estimate(source: Source, options: Options, tokens: int) -> dict[str, Any]:
-    """Bytes of the files and of memory, bits a quantized weight, and roughly seconds."""
+def estimate(source: Source, options: Options, tokens: int, states: States) -> dict[str, Any]:
+    """Bytes of the files and of memory, bits a quantized weight, and roughly seconds. tokens: of calibration."""
     checkpoint = source.opened.checkpoint
     mine = source.mine(options)
     weights = sum(unit.n_out * unit.n_in for unit in mine)
@@ -21,15 +22,14 @@ def estimate(source: Source, options: Options, tokens: int) -> dict[str, Any]:
     before = sum(checkpoint.stored(name).nbytes for name in checkpoint.names())
     block = max((sum(u.n_out * u.n_in for u in units) for units in source.units), default=0)
     hessians = max((sum({u.n_in: u.n_in**2 for u in units}.values()) for units in source.units), default=0)
-    calibrated = tokens if options.calibrates else 0
-    memory = 4 * (block + calibrated * source.opened.config.hidden) + 2 * block
+    memory = 6 * block + states.in_memory
     if options.grids:
         memory += 4 * (hessians + 2 * max((u.n_out * u.n_in for u in source.every), default=0))
     return {
         "linears": len(mine), "weights": weights, "source_bytes": source.bytes,
         "bytes": before - weights * source.dtype.itemsize + packed,
         "bits_per_weight": 8 * packed / max(1, weights), "memory_bytes": memory,
-        "seconds": _seconds(source, options, calibrated),
+        "seconds": _seconds(source, options, tokens),
     }  # fmt: skip
 
 

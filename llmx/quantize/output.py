@@ -54,6 +54,11 @@ class Output:
             raise UsageError(f"{self.folder} can't be made: {error.strerror}.") from error
         write_whole(state, text)
 
+    @property
+    def scratch(self) -> Path:
+        """The folder for what is gone when the run ends."""
+        return self.folder / STATE
+
     def shard(self, index: int) -> Path:
         """Of block `index`; of the rest at `blocks`."""
         return self.folder / f"model-{index + 1:05d}-of-{self.blocks + 1:05d}.safetensors"

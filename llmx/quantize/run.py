@@ -16,7 +16,7 @@ from llmx.evals.protocol import DEFAULT_CTX, LLAMA
 from llmx.formats.fields import Fields
 from llmx.formats.hub import Located, locate
 from llmx.formats.quantization import read
-from llmx.quantize import backends, calibration
+from llmx.quantize import backends, calibration, room
 from llmx.quantize.backends import Backend
 from llmx.quantize.driver import Run, Source, default_path, fingerprint, open_source, quantization_config
 from llmx.quantize.estimate import estimate
@@ -35,6 +35,7 @@ DEFINITIONS = {
     "the same inputs",
     "head_error": "norm of (quantized head's logits - source's) / norm of these, from the same states",
     "vllm_ranks": "number of tensor-parallel ranks -> why vLLM 0.32 will not load the result on so many; null: it will",
+    "states": "the calibration text's hidden states between two blocks: ram, or disk, a file in the unfinished folder",
     "peak_rss_bytes": "largest resident memory of the process, mapped files too",
     "bits_per_weight": "of the quantized linears, scales and zeros counted",
 }
@@ -43,7 +44,7 @@ DEFINITIONS = {
 @dataclass(frozen=True)
 class Wanted:
     """group: None for the largest that fits. calib: a file, or None for the model's own text. backend: somebody else's
-    quantizer."""
+    quantizer. states: of room.PLACES."""
 
     options: Options
     group: int | None
@@ -57,6 +58,7 @@ class Wanted:
     dry_run: bool
     measure: bool = False
     backend: Backend | None = None
+    states: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -83,41 +85,53 @@ def quantize(name: str, located: Located, wanted: Wanted, say: Say) -> Made:
     longest = source.opened.config.max_position
     if wanted.length > longest:
         raise UsageError(f"--seq-len {wanted.length} is more than the {longest} positions that {name} has.")
+    texts = calibration.Calibration(())
+    if not wanted.dry_run:
+        check_free(path, resume=wanted.resume, force=wanted.force)
+        if options.calibrates and wanted.calib is not None:
+            texts = calibration.read(wanted.calib, located, wanted.samples, wanted.length, say)
+    tokens = (texts.tokens or wanted.samples * wanted.length) if options.calibrates else 0
+    states = room.place(wanted.states, 0 if wanted.backend else tokens, source.opened.config.hidden)
     facts = {
         "options": asdict(options),
         "source_packed": source.packed,
-        "estimate": estimate(source, options, wanted.samples * wanted.length),
+        "states": states.facts(),
+        "estimate": estimate(source, options, tokens, states),
         "vllm_ranks": vllm_ranks(source, options),
     }
     if wanted.dry_run:
         return Made(path, facts)
-    check_free(path, resume=wanted.resume, force=wanted.force)
-    texts = calibration.Calibration(())
-    if options.calibrates and wanted.calib is not None:
-        texts = calibration.read(wanted.calib, located, wanted.samples, wanted.length, say)
-    elif options.calibrates:
+    room.check_disk(path, facts["estimate"]["bytes"], states)
+    if options.calibrates and wanted.calib is None:
         say("drawing calibration text from the model itself")
         texts = calibration.write(located, name, wanted.samples, wanted.length, wanted.seed, say)
     if wanted.backend is not None:
         return _by_backend(wanted.backend, name, source, replace(wanted, options=options), texts, path, facts, say)
+    for line in _states_line(facts["states"]):
+        say(line)
+    facts |= _by_ourselves(source, options, wanted, texts, path, on_disk=states.place == "disk", say=say)
+    if wanted.measure:
+        facts["eval"] = measure(name, path, wanted.seed, longest, say)
+    return Made(path, facts | {"seconds": time.monotonic() - began})
+
+
+def _by_ourselves(
+    source: Source, options: Options, wanted: Wanted, texts: calibration.Calibration, path: Path, *, on_disk: bool,
+    say: Say,
+) -> dict[str, Any]:  # fmt: skip
+    """The folder `path`, and what the report says of it."""
     mark = fingerprint(source, options, texts.texts, wanted.seed)
     output = Output(path, len(source.units), mark, resume=wanted.resume, force=wanted.force)
-    run = Run(source, options, texts.texts, output, say)
+    run = Run(source, options, texts.texts, output, say, on_disk=on_disk)
     run.quantize()
     files = run.finish()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     layers = [layer for note in run.notes for layer in note["layers"]]
-    if wanted.measure:
-        facts["eval"] = measure(name, path, wanted.seed, longest, say)
-    return Made(
-        path,
-        facts | files | {
-            "path": str(path), "calibration": texts.about, "layers": layers, "blocks_resumed": run.resumed,
-            "fell_back": [layer["name"] for layer in layers if layer["fell_back"]],
-            "worse_than_nearest": [layer["name"] for layer in layers if layer["worse"]],
-            "seconds": time.monotonic() - began, "peak_rss_bytes": peak,
-        },
-    )  # fmt: skip
+    return files | {
+        "path": str(path), "calibration": texts.about, "layers": layers, "blocks_resumed": run.resumed,
+        "fell_back": [layer["name"] for layer in layers if layer["fell_back"]],
+        "worse_than_nearest": [layer["name"] for layer in layers if layer["worse"]], "peak_rss_bytes": peak,
+    }  # fmt: skip
 
 
 def _by_backend(
@@ -198,6 +212,7 @@ def lines(made: Made) -> list[str]:
             f"{made.path}: {sizes['linears']} linears at {sizes['bits_per_weight']:.2f} bits a weight, about "
             f"{sizes['bytes'] / 1e6:,.0f} MB ({sizes['source_bytes'] / 1e6:,.0f} MB now)",
             f"about {sizes['memory_bytes'] / 1e6:,.0f} MB of memory and {sizes['seconds']:,.0f} s",
+            *_states_line(results["states"]),
             *_rank_lines(results["vllm_ranks"]),
         ]
     layers = results["layers"]
@@ -229,6 +244,10 @@ def _eval_line(found: Mapping[str, Any]) -> str:
         f"perplexity {found['perplexity']['mean']:.2f} ({found['reference_perplexity']['mean']:.2f} before), "
         f"KL divergence {found['kld']['mean']:.4f}, same likeliest token {found['same_top']['share']:.1%}"
     )
+
+
+def _states_line(found: Mapping[str, Any]) -> list[str]:
+    return [] if found["place"] is None else [str(room.States(**found))]
 
 
 def _rank_lines(ranks: Mapping[str, str | None]) -> Iterator[str]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,12 +12,14 @@ from torch import Tensor
 
 from llmx.batch import Batch, slots_of
 from llmx.cache.pools import Cache, LayerSpec, new_pools, windows_of
+from llmx.errors import UsageError
 from llmx.quantize.source import CPU, Lazy, Watch
 
 SIZE = 16  # tokens in a block of the scratch cache
 AT_ONCE, FEWEST = 2048, 512  # tokens in a pass, unless one text is longer; of wide models fewer,
 NUMBERS = 2**22  # so that what its widest linear makes is no more than this
 SAMPLE = 512  # inputs that are kept as they are
+PAGE = 4096  # bytes
 
 
 class Stats:
@@ -70,18 +74,24 @@ def mirror(total: Tensor) -> None:
 
 
 class States:
-    """Texts as they stand before some block: f32 in memory, as many texts to a pass as make AT_ONCE tokens.
+    """Texts as they stand before some block: f32, as many texts to a pass as make AT_ONCE tokens.
 
-    widest: outputs of the model's widest linear.
+    widest: outputs of the model's widest linear. folder: where the states lie in a file; None: in memory.
     """
 
-    def __init__(self, model: Any, texts: Sequence[Sequence[int]], widest: int = 1) -> None:
+    def __init__(self, model: Any, texts: Sequence[Sequence[int]], widest: int = 1, folder: Path | None = None) -> None:
         self._specs: list[LayerSpec] = model.specs
         groups = len(windows_of(self._specs))
         self._batches = [batch_of(part, groups) for part in _parts(texts, max(FEWEST, min(AT_ONCE, NUMBERS // widest)))]
         blocks = 1 + max(sum(-(-n // SIZE) for n in batch.lengths) for batch in self._batches)
         self._cache = _scratch(self._specs, blocks)
-        self.hidden = [model.embed(batch.tokens) for batch in self._batches]
+        self._mapped = folder is not None
+        self.hidden: list[Tensor] = []
+        if folder is not None:
+            width = model.embed(self._batches[0].tokens[:1]).shape[1]
+            self.hidden = mapped(folder, [(len(batch.tokens), width) for batch in self._batches])
+        for at, batch in enumerate(self._batches):
+            self._keep(at, model.embed(batch.tokens))
         model.embedding.drop()
         self.tokens = sum(len(batch.tokens) for batch in self._batches)
 
@@ -91,10 +101,18 @@ class States:
         for at, batch in enumerate(self._batches[:limit]):
             out = model.layers[index](self.hidden[at], model.step(batch, self._cache))
             if keep:
-                self.hidden[at] = out
+                self._keep(at, out)
             else:
                 outputs.append(out)
         return outputs
+
+    def _keep(self, at: int, states: Tensor) -> None:
+        if self._mapped:
+            self.hidden[at].copy_(states)
+        elif at == len(self.hidden):
+            self.hidden.append(states)
+        else:
+            self.hidden[at] = states
 
     def watch(self, model: Any, index: int, lazies: Sequence[Lazy], *, hessian: bool) -> list[Stats]:
         """One pass of all states through a block, whose outputs are dropped: what each linear saw."""
@@ -127,6 +145,32 @@ class States:
             stats.see(model.norm(hidden))
         stats.finish()
         return stats
+
+
+def mapped(folder: Path, shapes: Sequence[tuple[int, int]]) -> list[Tensor]:
+    """f32 tensors (rows, columns) in one file of `folder`, each on pages of its own. UsageError where there is no room.
+
+    The file has no name any more when this returns: the system removes it with the process, however that ends.
+    """
+    path = folder / "states.f32"
+    sizes = [-(-rows * columns * 4 // PAGE) * PAGE for rows, columns in shapes]
+    try:
+        with path.open("wb") as file:
+            if hasattr(os, "posix_fallocate"):  # a page that is not there when it is written would end the process
+                os.posix_fallocate(file.fileno(), 0, sum(sizes))
+            else:
+                file.truncate(sum(sizes))
+        whole = torch.from_file(str(path), shared=True, size=sum(sizes) // 4, dtype=torch.float32)
+    except (OSError, RuntimeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it can't be mapped"
+        raise UsageError(
+            f"The hidden states can't be kept in {folder}, {sum(sizes) / 1e6:,.1f} MB: {why}.",
+            hint="--states ram keeps them in memory",
+        ) from error
+    finally:
+        path.unlink(missing_ok=True)
+    parts = whole.split([size // 4 for size in sizes])
+    return [part[: rows * columns].view(rows, columns) for part, (rows, columns) in zip(parts, shapes, strict=True)]
 
 
 def batch_of(texts: Sequence[Sequence[int]], groups: int) -> Batch:
