@@ -38,13 +38,23 @@ def quantize(
         bool | None,
         typer.Option("--sym/--asym", help="Without or with zero points.", show_default="gptq sym, awq asym", **_HOW),
     ] = None,
-    fp8_mode: Annotated[str, typer.Option("--fp8-mode", help="dynamic, static or block (128 x 128).", **_HOW)] = (
-        "dynamic"
-    ),
-    damp: Annotated[float, typer.Option("--damp", help="GPTQ: part of the mean diagonal added.", **_HOW)] = 0.01,
+    fp8_mode: Annotated[
+        str | None,
+        typer.Option("--fp8-mode", help="dynamic, static or block (128 x 128).", show_default="dynamic", **_HOW),
+    ] = None,
+    damp: Annotated[
+        float | None,
+        typer.Option("--damp", help="GPTQ: part of the mean diagonal added.", show_default="0.01", **_HOW),
+    ] = None,
     act_order: Annotated[
-        bool, typer.Option("--act-order/--no-act-order", help="GPTQ: large inputs first (static groups).", **_HOW)
-    ] = True,
+        bool | None,
+        typer.Option(
+            "--act-order/--no-act-order",
+            help="GPTQ: large inputs first (static groups).",
+            show_default="act-order",
+            **_HOW,
+        ),
+    ] = None,
     ignore: Annotated[
         str | None, typer.Option("--ignore", metavar="REGEX", help="Linears that stay as they are.", **_HOW)
     ] = None,
@@ -104,17 +114,24 @@ def quantize(
 ) -> None:
     """Quantize a model: --awq, --gptq, --fp8 or --int8. The folder's path is printed at the end."""
     started = datetime.now(UTC)
-    from llmx.quantize.options import choose, parse_group
+    from llmx.quantize.options import check_own, choose, parse_group
     from llmx.quantize.room import check_place
 
     chosen = [name for name, on in (("awq", awq), ("gptq", gptq), ("fp8", fp8), ("int8", int8)) if on]
     if len(chosen) != 1:
         raise UsageError("Give one of --awq, --gptq, --fp8 and --int8.")
-    options = choose(
-        chosen[0], form=form, bits=bits, symmetric=sym, fp8_mode=fp8_mode, damp=damp, act_order=act_order,
-        ignore=ignore, strict=strict, head=quantize_lm_head,
-    )  # fmt: skip
     group = parse_group(group_size)
+    check_own(chosen[0], {"--group-size": group, "--sym/--asym": sym, "--fp8-mode": fp8_mode, "--damp": damp,
+                          "--act-order/--no-act-order": act_order})  # fmt: skip
+    options = choose(
+        chosen[0], form=form, bits=bits, symmetric=sym, fp8_mode=fp8_mode or "dynamic",
+        damp=0.01 if damp is None else damp, act_order=act_order is not False, ignore=ignore, strict=strict,
+        head=quantize_lm_head,
+    )  # fmt: skip
+    if calib is not None and not options.calibrates:
+        raise UsageError(
+            f"--calib {calib}: --fp8-mode {options.fp8_mode} is made without text.", hint="--fp8-mode static uses it"
+        )
     check_place(states)
     if backend is None and (backend_venv is not None or create_backend_venv):
         raise UsageError("--backend-venv and --create-backend-venv are of --backend, which is not given.")
@@ -150,7 +167,7 @@ def quantize(
     if json is not None and json != Path("-"):
         report.write_json(json)
     for line in lines(made):
-        typer.echo(line, err=not dry_run)
+        typer.echo(line, err=not dry_run or json == Path("-"))
     if json == Path("-"):
         typer.echo(jsonlib.dumps(report.to_dict(), indent=2, ensure_ascii=False))
     elif not dry_run:

@@ -20,13 +20,17 @@ from llmx.quantize.grids import (
     losses_of,
     nearest,
     nearest_errors,
+    pieces,
     ranged,
+    rows_at_once,
     search,
+    stacked,
 )
 from llmx.schemes.grid import Grid
 
 STEPS, STEP, COARSE = 20, 0.05, 4  # ratios are 0, 0.05 ... 0.95
 LEAST, SMALL = 1e-4, 1e-6
+PANEL = 128  # rows or columns of a matrix at a time
 
 
 @dataclass(frozen=True)
@@ -55,22 +59,21 @@ def find_scales(
 ) -> Scaling:
     """The scales for linears with one input, by grid search.
 
-    weights: (rows, n_in) f32 each; activations: (n_in,) mean |x|; owner: (n_in,) which of the `producers` (channels of
-    a norm, rows of a linear) makes each input: under grouped-query attention several heads' inputs of o_proj have one.
-    A candidate that makes any one of the linears worse than round-to-nearest is no candidate. Every COARSE-th ratio is
-    tried, then those about the best: losses change little from one to the next.
+    weights: (rows, n_in) each, f32, f16 or bf16; activations: (n_in,) mean |x|; owner: (n_in,) which of the `producers`
+    (channels of a norm, rows of a linear) makes each input: under grouped-query attention several heads' inputs of
+    o_proj have one. A candidate that makes any one of the linears worse than round-to-nearest is no candidate. Every
+    COARSE-th ratio is tried, then those about the best: losses change little from one to the next.
     """
     ones = torch.ones(producers)
     sizes = [len(weight) for weight in weights]
-    whole = torch.cat(list(weights))
-    plain = _losses(whole, torch.ones_like(activations), hessian, rounding, sizes)
+    plain = _losses(weights, torch.ones_like(activations), hessian, rounding, sizes)
     best = Scaling(ones, 0.0, False, sum(plain), sum(plain))
     x = _by_producer(activations, owner, producers)
-    w = _by_producer(_weight_means(whole, rounding.group), owner, producers)
+    w = _by_producer(_weight_means(weights, rounding.group), owner, producers)
 
     def tried(step: int, duo: bool) -> Scaling:
         scales = _candidate(x, w, step * STEP, duo)
-        losses = _losses(whole, scales[owner], hessian, rounding, sizes)
+        losses = _losses(weights, scales[owner], hessian, rounding, sizes)
         worse = any(not loss <= without for loss, without in zip(losses, plain, strict=True))
         return Scaling(scales, step * STEP, duo, math.inf if worse else sum(losses), sum(plain))
 
@@ -91,18 +94,37 @@ def _least(best: Scaling, found: Sequence[tuple[Scaling, tuple[int, bool]]]) -> 
     return best, at
 
 
-def clip(weight: Tensor, original: Tensor, scales: Tensor, hessian: Tensor, rounding: Rounding) -> Clipped:
-    """The codes of a scaled linear (rows, n_in), each group's range searched; output errors against the original.
+def clip(weight: Tensor, scales: Tensor, rows: Tensor, hessian: Tensor, rounding: Rounding) -> Clipped:
+    """The codes of weight * scales / rows[:, None], each group's range searched; output errors against weight / rows.
 
-    weight = original * scales but for rounding; hessian: that of the unscaled inputs. Row by row the better of the
-    searched and the whole ranges; a row that plain round-to-nearest would do better is left as the scales made it,
-    and shows in `losses`.
+    weight: (rows, n_in) f32, f16 or bf16, some rows of which are worked on at a time; scales: (n_in,), of its inputs;
+    rows: what its outputs are divided by; hessian: that of the unscaled inputs. Row by row the better of the searched
+    and the whole ranges; a row that plain round-to-nearest would do better is left as the scales made it, and shows in
+    `losses`.
     """
-    scaled = hessian / (scales[:, None] * scales[None, :])
-    searched = nearest(weight, *search(weight, rounding, blocks_of(scaled, rounding.group)), rounding)
-    whole = nearest(weight, *ranged(weight, rounding), rounding)
-    grid, losses = better_rows(searched, whole, weight, scaled)
-    return Clipped(grid, losses, losses_of(nearest_errors(original, torch.ones(original.shape[1]), rounding), hessian))
+    scaled = _scaled(hessian, scales)
+    blocks, ones = blocks_of(scaled, rounding.group), torch.ones_like(scales)
+    grids, losses, plain = list[Grid](), [], []
+    step = rows_at_once(weight)
+    for part, divided in zip(weight.split(step), rows.split(step), strict=True):
+        target = part.float() * scales / divided[:, None]
+        searched = nearest(target, *search(target, rounding, blocks), rounding)
+        grid, found = better_rows(searched, nearest(target, *ranged(target, rounding), rounding), target, scaled)
+        grids.append(grid)
+        losses.append(found)
+        plain.append(losses_of(nearest_errors(part.float() / divided[:, None], ones, rounding), hessian))
+    return Clipped(stacked(grids), torch.cat(losses), torch.cat(plain))
+
+
+def _scaled(hessian: Tensor, scales: Tensor) -> Tensor:
+    """The Hessian of inputs that are divided by `scales`; itself where they are all 1."""
+    if bool((scales == 1).all()):
+        return hessian
+    made = torch.empty_like(hessian)
+    for low in range(0, len(hessian), PANEL):
+        panel = slice(low, low + PANEL)
+        torch.div(hessian[panel], scales[panel, None] * scales, out=made[panel])
+    return made
 
 
 def _by_producer(values: Tensor, owner: Tensor, producers: int) -> Tensor:
@@ -111,11 +133,14 @@ def _by_producer(values: Tensor, owner: Tensor, producers: int) -> Tensor:
     return total / torch.zeros(producers).index_add_(0, owner, torch.ones_like(values))
 
 
-def _weight_means(weight: Tensor, group: int) -> Tensor:
+def _weight_means(weights: Sequence[Tensor], group: int) -> Tensor:
     """(n_in,): how large each input's weights are within their groups, on average over the rows."""
-    parts = weight.abs().unflatten(1, (-1, group))
-    means: Tensor = (parts / (parts.amax(-1, keepdim=True) + SMALL)).mean(0).flatten()
-    return means
+    whole = math.lcm(group, PANEL)  # inputs at a time
+    found = []
+    for low in range(0, weights[0].shape[1], whole):
+        part = torch.cat([weight[:, low : low + whole].float() for weight in weights]).abs_().unflatten(1, (-1, group))
+        found.append((part / (part.amax(-1, keepdim=True) + SMALL)).mean(0).flatten())
+    return torch.cat(found)
 
 
 def _candidate(x: Tensor, w: Tensor, ratio: float, duo: bool) -> Tensor:
@@ -125,7 +150,9 @@ def _candidate(x: Tensor, w: Tensor, ratio: float, duo: bool) -> Tensor:
     return torch.where(scales.isfinite() & (scales > 0), scales, 1.0)
 
 
-def _losses(weight: Tensor, scales: Tensor, hessian: Tensor, rounding: Rounding, sizes: list[int]) -> list[float]:
-    """Of each linear (they are stacked), scaled, rounded to nearest and scaled back."""
-    losses = losses_of(nearest_errors(weight, scales, rounding), hessian)
-    return [float(part.sum()) for part in losses.split(sizes)]
+def _losses(
+    weights: Sequence[Tensor], scales: Tensor, hessian: Tensor, rounding: Rounding, sizes: list[int]
+) -> list[float]:
+    """Of each linear, scaled, rounded to nearest and scaled back."""
+    parts = [losses_of(nearest_errors(part, scales, rounding), hessian) for part in pieces(weights)]
+    return [float(part.sum()) for part in torch.cat(parts).split(sizes)]

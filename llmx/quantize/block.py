@@ -69,27 +69,20 @@ class Quantizer:
         self._config, self._smooth = config, smooth
         self._scales = scale_dtype(options, dtype)
 
-    def __call__(self, seen: Seen) -> Done:
-        if self.options.method == "gptq":
-            done = Done()
-            for lazy, stats in zip(seen.lazies, seen.stats, strict=True):
-                done.results += self._gptq(self._parts(lazy), stats)
-                lazy.drop()  # nothing is needed of it any more, and a Hessian may be larger than the block
-                stats.hessian = None
-                give_back()
-            return done
-        if self.options.method == "fp8":
-            return Done([self._fp8(unit, weight, stats) for lazy, stats in zip(seen.lazies, seen.stats, strict=True)
-                         for unit, weight in self._mine(lazy)])  # fmt: skip
-        done = self._folded(seen, fold=True)
-        if any(result.worse for result in done.results):  # a norm's rounding may cost more than its scales gain
-            done = self._folded(seen, fold=False)
+    def __call__(self, seen: Seen, *, fold: bool = True) -> Done:
+        """fold: AWQ's and SmoothQuant's scales. Of `seen`, weights and statistics are dropped as they are used up."""
+        done, columns, how = self.fold(seen) if fold else (Done(), {}, {})
+        for lazy, stats in zip(seen.lazies, seen.stats, strict=True):
+            done.results += self._made(lazy, stats, done, columns, how)
+            lazy.drop()
+            stats.drop()  # a Hessian may be larger than the block
+            give_back()
         return done
 
     def fold(self, seen: Seen) -> tuple[Done, dict[str, Tensor], dict[str, str]]:
         """AWQ's and SmoothQuant's scales alone: what they change, and of each linear its inputs' and how they came."""
         done, columns, how = Done(), dict[str, Tensor](), dict[str, str]()
-        if self.options.method in ("awq", "int8"):
+        if self.folds:
             for producer, names in self._smooth.items():
                 self._fold(seen, producer, names, done, columns, how)
         return done, columns, how
@@ -105,11 +98,27 @@ class Quantizer:
         scales = torch.ones(unit.n_in) if columns is None else columns
         return make(unit, weight, stats, scales, torch.ones(unit.n_out), how)
 
-    def _mine(self, lazy: Lazy) -> list[tuple[Unit, Tensor]]:
-        return [(unit, part.float()) for unit, part in self._parts(lazy)]
+    def _made(
+        self, lazy: Lazy, stats: Stats, done: Done, columns: Mapping[str, Tensor], how: Mapping[str, str]
+    ) -> list[Result]:
+        """A linear with the scales of its inputs and outputs."""
+        if self.options.method == "gptq":
+            return self._gptq(self._parts(lazy), stats)
+        if self.options.method == "fp8":
+            return [self._fp8(unit, weight.float(), stats) for unit, weight in self._parts(lazy)]
+        make, results = self._awq if self.options.method == "awq" else self._int8, []
+        for unit, weight in self._parts(lazy):
+            scales = columns.get(unit.name, torch.ones(unit.n_in))
+            rows = done.rows.get(unit.name, torch.ones(unit.n_out))
+            results.append(make(unit, weight, stats, scales, rows, how.get(unit.name, "no scales")))
+        return results
 
     def _parts(self, lazy: Lazy) -> list[tuple[Unit, Tensor]]:
         return [(unit, part) for unit, part in lazy.parts() if not self.options.ignores(unit.name)]
+
+    @property
+    def folds(self) -> bool:
+        return self.options.method in ("awq", "int8")
 
     @property
     def _rounding(self) -> Rounding:
@@ -150,17 +159,6 @@ class Quantizer:
         error = float((numbers.float() * spread - weight).square().sum()) / energy
         return Result(unit, Scaled(numbers, scale, input_scale), error, error, f"fp8 by {kind}", energy=energy)
 
-    def _folded(self, seen: Seen, fold: bool) -> Done:
-        """AWQ and SmoothQuant: scales first, then each linear with those of its inputs and outputs."""
-        done, columns, how = self.fold(seen) if fold else (Done(), {}, {})
-        for lazy, stats in zip(seen.lazies, seen.stats, strict=True):
-            for unit, weight in self._mine(lazy):
-                scales = columns.get(unit.name, torch.ones(unit.n_in))
-                rows = done.rows.get(unit.name, torch.ones(unit.n_out))
-                make = self._awq if self.options.method == "awq" else self._int8
-                done.results.append(make(unit, weight, stats, scales, rows, how.get(unit.name, "no scales")))
-        return done
-
     def _fold(
         self, seen: Seen, producer: str, names: Sequence[str], done: Done, columns: dict[str, Tensor],
         how: dict[str, str],
@@ -171,11 +169,11 @@ class Quantizer:
         if len(found) != 1:
             return
         lazy, stats = found[0]
-        mine = self._mine(lazy)
+        mine = self._parts(lazy)
         if len(mine) != len(lazy.units) or any(unit.last not in names for unit in lazy.units):
             return  # a neighbour that stays as it is would see scaled inputs
         norm = next((name for name in seen.vectors if name.rsplit(".", 1)[-1] == producer), None)
-        source = next((unit for other in seen.lazies for unit, _ in self._mine(other) if unit.last == producer), None)
+        source = next((unit for other in seen.lazies for unit, _ in self._parts(other) if unit.last == producer), None)
         if norm is None and source is None:
             return
         width = lazy.n_in if norm is not None or source is None else source.n_out
@@ -220,12 +218,13 @@ class Quantizer:
 
     def _awq(self, unit: Unit, weight: Tensor, stats: Stats, scales: Tensor, rows: Tensor, how: str) -> Result:
         hessian = _hessian(stats)
-        clipped = clip(weight * scales / rows[:, None], weight / rows[:, None], scales, hessian, self._rounding)
+        clipped = clip(weight, scales, rows, hessian, self._rounding)
         energy, back = _energy(weight, hessian), rows.square()
         error, nearest = float((clipped.losses * back).sum()), float((clipped.nearest * back).sum())
         return Result(unit, clipped.grid, error / energy, nearest / energy, f"awq, {how}", energy=energy)
 
     def _int8(self, unit: Unit, weight: Tensor, stats: Stats, scales: Tensor, rows: Tensor, how: str) -> Result:
+        weight = weight.float()
         codes, scale = widths.int8_rows(weight * scales / rows[:, None], self._scales)
         x = stats.sample
         wanted = x @ weight.T

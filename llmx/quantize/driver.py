@@ -181,6 +181,19 @@ class Run:
         self.output.write(self.output.blocks, rest, {"layers": layers})
 
     def _make(self, model: Any, weights: SourceWeights, states: States | None, index: int) -> None:
+        vectors = {name: self._raw(name) for name in weights.vectors if name.startswith(prefix_of(index))}
+        done = self._quantizer(self._seen(model, weights, states, index, vectors))
+        if self._quantizer.folds and any(result.worse for result in done.results):
+            del done  # a norm's rounding may cost more than its scales gain
+            done = self._quantizer(self._seen(model, weights, states, index, vectors), fold=False)
+        self._check_results(done.results)
+        tensors = self._tensors(done, vectors, index)
+        self.output.write(index, tensors, {"layers": [_facts(result) for result in done.results]})
+
+    def _seen(
+        self, model: Any, weights: SourceWeights, states: States | None, index: int, vectors: Mapping[str, Tensor]
+    ) -> Seen:
+        """A block's weights, and what its linears see."""
         lazies = linears(model.layers[index])
         for lazy in lazies:
             lazy.load(weights.read)
@@ -189,11 +202,7 @@ class Run:
         else:
             stats = states.watch(model, index, lazies, hessian=self.options.grids)
         give_back()
-        vectors = {name: self._raw(name) for name in weights.vectors if name.startswith(prefix_of(index))}
-        done = self._quantizer(Seen(lazies, stats, vectors))
-        self._check_results(done.results)
-        tensors = self._tensors(done, vectors, index)
-        self.output.write(index, tensors, {"layers": [_facts(result) for result in done.results]})
+        return Seen(lazies, stats, vectors)
 
     def _check_results(self, results: Sequence[Result]) -> None:
         for result in results:
@@ -266,9 +275,10 @@ class Run:
     @torch.inference_mode()
     def finish(self) -> dict[str, Any]:
         """Config and tokenizer files, the check. Returns what the report says of the files."""
-        total = self.output.write_index()
         config = quantization_config(self.source, self.options)
-        self.output.write_config(self.source.texts or self.source.located.path, config)
+        with self.output.writing():
+            total = self.output.write_index()
+            self.output.write_config(self.source.texts or self.source.located.path, config)
         checked, head = self._check()
         self.output.finish()
         return {"bytes": total, "source_bytes": self.source.bytes, "block_errors": checked, "head_error": head}

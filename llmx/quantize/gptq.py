@@ -20,6 +20,7 @@ from llmx.quantize.grids import (
     round_to_nearest,
     rows_at_once,
     search,
+    stacked,
 )
 from llmx.schemes.grid import Grid
 
@@ -54,13 +55,9 @@ def gptq(weight: Tensor, hessian: Tensor, rounding: Rounding, *, damp: float = 0
     parts = [
         _solve(part.float(), hessian, factor, order, metric, rounding) for part in weight.split(rows_at_once(weight))
     ]
-    grids = [grid for grid, _, _ in parts]
-    whole = Grid(
-        torch.cat([grid.codes for grid in grids]), torch.cat([grid.scales for grid in grids]),
-        torch.cat([grid.zeros for grid in grids]), rounding.bits, rounding.group,
-    )  # fmt: skip
+    del factor
     losses, nearest = torch.cat([found for _, found, _ in parts]), torch.cat([found for _, _, found in parts])
-    return Solved(whole, losses, nearest, used, int(dead.sum()))
+    return Solved(stacked([grid for grid, _, _ in parts]), losses, nearest, used, int(dead.sum()))
 
 
 def _solve(

@@ -6,6 +6,7 @@ dtype they are stored in before codes are chosen, so that what is measured here 
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -68,6 +69,33 @@ def round_to_nearest(weight: Tensor, rounding: Rounding) -> Grid:
 def rows_at_once(weight: Tensor) -> int:
     """How many rows of a matrix the algorithms take at a time: a dozen copies of them are in memory at once."""
     return max(64, NUMBERS // weight.shape[1])
+
+
+def rows_of(weights: Sequence[Tensor], low: int, high: int) -> Tensor:
+    """Rows of matrices (rows, n_in), counted as if they lay one below the other, f32 (high - low, n_in)."""
+    found, first = [], 0
+    for weight in weights:
+        part = weight[max(low - first, 0) : max(high - first, 0)]
+        if len(part):
+            found.append(part)
+        first += len(weight)
+    return found[0].float() if len(found) == 1 else torch.cat(found).float()
+
+
+def pieces(weights: Sequence[Tensor]) -> Iterator[Tensor]:
+    """All their rows, `rows_at_once` at a time, f32."""
+    step, count = rows_at_once(weights[0]), sum(map(len, weights))
+    return (rows_of(weights, low, min(low + step, count)) for low in range(0, count, step))
+
+
+def stacked(grids: Sequence[Grid]) -> Grid:
+    """Grids of some rows each, one below the other."""
+    return replace(
+        grids[0],
+        codes=torch.cat([grid.codes for grid in grids]),
+        scales=torch.cat([grid.scales for grid in grids]),
+        zeros=torch.cat([grid.zeros for grid in grids]),
+    )
 
 
 @cache

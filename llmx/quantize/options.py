@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from llmx.errors import UsageError
@@ -18,6 +18,13 @@ FORMS = {
 FP8_MODES = ("dynamic", "static", "block")
 GROUPS = (128, 64, 32)
 MOST_NAMED = 6
+OWNERS = {
+    "--group-size": ("awq", "gptq"),
+    "--sym/--asym": ("awq", "gptq"),
+    "--fp8-mode": ("fp8",),
+    "--damp": ("gptq",),
+    "--act-order/--no-act-order": ("gptq",),
+}
 HEAD = "lm_head"
 
 
@@ -58,6 +65,14 @@ class Options:
 
     def ignores(self, name: str) -> bool:
         return self.ignore is not None and re.search(self.ignore, name) is not None
+
+
+def check_own(method: str, given: Mapping[str, object]) -> None:
+    """UsageError for a flag that says nothing to `method`. given: of OWNERS; None: not given."""
+    for flag, value in given.items():
+        if value is not None and method not in OWNERS[flag]:
+            owners = " and ".join(f"--{owner}" for owner in OWNERS[flag])
+            raise UsageError(f"{flag} is of {owners}; --{method} has no use for it.", hint="leave it out")
 
 
 def choose(

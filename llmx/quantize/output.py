@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from llmx.convert.folder import check_taken, put_in_place
 from llmx.convert.texts import write_texts
-from llmx.errors import UsageError
+from llmx.errors import LlmxError, UsageError
 from llmx.formats.checkpoint import MappedCheckpoint
 from llmx.formats.safetensors import open_shard, write_shard
 from llmx.report import write_whole
@@ -68,8 +69,20 @@ class Output:
         return self._note(index).is_file() and self.shard(index).is_file()
 
     def write(self, index: int, tensors: Mapping[str, Tensor], note: Mapping[str, Any]) -> None:
-        write_shard(self.shard(index), tensors)
-        write_whole(self._note(index), json.dumps(note))
+        with self.writing():
+            write_shard(self.shard(index), tensors)
+            write_whole(self._note(index), json.dumps(note))
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """LlmxError where the disk does not take what is written."""
+        try:
+            yield
+        except OSError as error:
+            raise LlmxError(
+                f"{self.folder} can't be written: {error.strerror}.",
+                hint="what is finished stays there; --resume goes on with it",
+            ) from error
 
     def open(self, index: int) -> MappedCheckpoint:
         return open_shard(self.shard(index))
@@ -118,6 +131,20 @@ class Output:
         (self.folder / STATE).rename(self._aside)  # at once, and out of the folder: what is renamed next is whole
         put_in_place(self.folder, self.path, self._force)
         shutil.rmtree(self._aside, ignore_errors=True)
+
+
+def check_name(path: Path, source: Path) -> None:
+    """UsageError for a name that no new folder can have, or that would take the place of the source."""
+    if path.name in ("", ".."):
+        raise UsageError(f"-o {path} names no folder that can be made.", hint=f"-o {path / 'NAME'}")
+    whole, mine = path.resolve(), source.resolve()
+    for parent in whole.parents:
+        if parent.exists() and not parent.is_dir():
+            raise UsageError(f"-o {path}: {parent} is a file, no folder.", hint="choose another name with -o")
+    if whole == mine or whole in mine.parents:
+        raise UsageError(
+            f"{path} has the model that is to be quantized, which stays.", hint="choose another name with -o"
+        )
 
 
 def check_free(path: Path, *, resume: bool, force: bool) -> None:

@@ -21,7 +21,7 @@ from llmx.quantize.backends import Backend
 from llmx.quantize.driver import Run, Source, default_path, fingerprint, open_source, quantization_config
 from llmx.quantize.estimate import estimate
 from llmx.quantize.options import HEAD, Options, group_for
-from llmx.quantize.output import Output, check_free
+from llmx.quantize.output import Output, check_free, check_name
 
 Say = Callable[[str], None]
 WORST = 5
@@ -82,6 +82,7 @@ def quantize(name: str, located: Located, wanted: Wanted, say: Say) -> Made:
         )
     options = settled(source, wanted, say)
     path = wanted.out or default_path(located, options)
+    check_name(path, located.path)
     longest = source.opened.config.max_position
     if wanted.length > longest:
         raise UsageError(f"--seq-len {wanted.length} is more than the {longest} positions that {name} has.")
@@ -92,7 +93,7 @@ def quantize(name: str, located: Located, wanted: Wanted, say: Say) -> Made:
             texts = calibration.read(wanted.calib, located, wanted.samples, wanted.length, say)
     tokens = (texts.tokens or wanted.samples * wanted.length) if options.calibrates else 0
     states = room.place(wanted.states, 0 if wanted.backend else tokens, source.opened.config.hidden)
-    facts = {
+    facts: dict[str, Any] = {
         "options": asdict(options),
         "source_packed": source.packed,
         "states": states.facts(),
@@ -182,6 +183,8 @@ def settled(source: Source, wanted: Wanted, say: Say) -> Options:
     mine = source.mine(options)
     if not mine:
         raise UsageError(f"--ignore {options.ignore!r} leaves no linear to quantize.")
+    if options.ignore is not None and not any(map(options.ignores, [HEAD, *(unit.name for unit in source.every)])):
+        say(f"Note: --ignore {options.ignore!r} fits none of the {len(source.every)} linears.")
     if not options.grids:
         return options
     group = group_for(wanted.group, [(unit.name, unit.n_in) for unit in mine])

@@ -19,6 +19,7 @@ from llmx.layers.linear import Linear
 from llmx.layers.weights import Part
 from llmx.loading import CheckpointWeights, Shard
 from llmx.models import Opened
+from llmx.quantize.grids import rows_of
 from llmx.schemes.base import Kind, Span
 
 CPU = torch.device("cpu")
@@ -42,56 +43,46 @@ class Unit:
 class Lazy(Linear):
     """A linear of one or more units with the same input, without weights until it is `load`ed.
 
-    matrix: (n_out, n_in), the units' rows one below the other, in the dtype that they were given in. watch: sees each
+    The units' weights (n_out, n_in) stay as they were given: of a mapped file they take no memory. watch: sees each
     input. idle: nobody needs what it makes, which is zeros.
     """
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self.units = tuple(units)
         self.n_in, self.n_out = units[0].n_in, sum(unit.n_out for unit in units)
-        self.matrix: Tensor | None = None
+        self._weights: list[Tensor] = []
         self.bias: Tensor | None = None
         self.watch: Watch | None = None
         self.idle = False
 
     def __call__(self, x: Tensor) -> Tensor:
-        assert self.matrix is not None, f"{self.units[0].name} is not loaded"
+        assert self._weights, f"{self.units[0].name} is not loaded"
         if self.watch is not None:
             self.watch(x)
         if self.idle:
             return x.new_zeros(*x.shape[:-1], self.n_out)
-        if self.matrix.dtype == torch.float32 or self.matrix.numel() <= WIDENED:
-            return functional.linear(x, self.matrix.float(), self.bias)
+        if self.n_out * self.n_in <= WIDENED:
+            return functional.linear(x, rows_of(self._weights, 0, self.n_out), self.bias)
         out = x.new_empty(*x.shape[:-1], self.n_out)
-        low, step = 0, max(1, WIDENED // self.n_in)
-        for part in self.matrix.split(step):  # widened piece by piece: never twice in memory
-            torch.matmul(x, part.float().T, out=out[..., low : low + len(part)])
-            low += len(part)
+        step = max(1, WIDENED // self.n_in)
+        for low in range(0, self.n_out, step):  # widened piece by piece: never twice in memory
+            high = min(low + step, self.n_out)
+            torch.matmul(x, rows_of(self._weights, low, high).T, out=out[..., low:high])
         return out if self.bias is None else out.add_(self.bias)
 
     def load(self, read: Callable[[Unit], tuple[Tensor, Tensor | None]]) -> None:
         """`read` gives a unit's weight (n_out, n_in) and bias."""
-        matrix = None
-        biases: list[Tensor | None] = []
-        low = 0
-        for unit in self.units:
-            weight, bias = read(unit)
-            if matrix is None:
-                matrix = torch.empty(self.n_out, self.n_in, dtype=weight.dtype)
-            matrix[low : low + unit.n_out] = weight
-            biases.append(bias)
-            low += unit.n_out
-        zeros = [torch.zeros(u.n_out) if b is None else b for u, b in zip(self.units, biases, strict=True)]
-        self.matrix = matrix
-        self.bias = None if all(b is None for b in biases) else torch.cat(zeros)
+        found = [read(unit) for unit in self.units]
+        self._weights = [weight for weight, _ in found]
+        zeros = [torch.zeros(u.n_out) if b is None else b for u, (_, b) in zip(self.units, found, strict=True)]
+        self.bias = None if all(b is None for _, b in found) else torch.cat(zeros)
 
     def parts(self) -> Iterator[tuple[Unit, Tensor]]:
-        """Each unit with its rows of the matrix: views."""
-        assert self.matrix is not None
-        yield from zip(self.units, self.matrix.split([unit.n_out for unit in self.units]), strict=True)
+        """Each unit with its weight."""
+        yield from zip(self.units, self._weights, strict=True)
 
     def drop(self) -> None:
-        self.matrix = self.bias = self.watch = None
+        self._weights, self.bias, self.watch = [], None, None
 
 
 class LateEmbedding:

@@ -23,8 +23,8 @@ PAGE = 4096  # bytes
 
 
 class Stats:
-    """What is known of a linear's inputs: hessian (n_in, n_in), the sum of x x^T; mean |x| and max |x| (n_in,); the
-    first SAMPLE of them."""
+    """What is known of a linear's inputs: hessian (n_in, n_in), the sum of x x^T, or else the first SAMPLE of them;
+    mean |x| and max |x| (n_in,)."""
 
     def __init__(self, n_in: int, *, hessian: bool) -> None:
         self.hessian = torch.zeros(n_in, n_in) if hessian else None
@@ -35,17 +35,22 @@ class Stats:
         """x: (tokens, n_in) f32"""
         if self.hessian is not None:
             add_gram(self.hessian, x)
+        elif self.count < SAMPLE:
+            self._samples.append(x[: SAMPLE - self.count].clone())
         size = x.abs()
         self._total += size.sum(0)
         torch.maximum(self.most, size.amax(0), out=self.most)
-        if self.count < SAMPLE:
-            self._samples.append(x[: SAMPLE - self.count].clone())
         self.count += len(x)
 
     def finish(self) -> None:
         """To be called before the Hessian is read: only its lower half was summed."""
         if self.hessian is not None:
             mirror(self.hessian)
+
+    def drop(self) -> None:
+        """Forget what takes memory."""
+        self.hessian = None
+        self._samples = []
 
     @property
     def mean(self) -> Tensor:

@@ -60,14 +60,14 @@ def smooth(
 ) -> Smoothing:
     """SmoothQuant (Xiao et al., 2211.10438): scales max|x|^a / max|w|^(1-a), the best a of ALPHAS, or none at all.
 
-    weights: (rows, n_in) f32 each; sample: (tokens, n_in) f32 inputs on which errors are measured, their rows rounded
-    to 8 bits as the kernels do; most: (n_in,) max |x| over all tokens; owner, producers: as in awq.find_scales. An
-    alpha that makes any one of the linears worse than none is no candidate.
+    weights: (rows, n_in) each, f32, f16 or bf16; sample: (tokens, n_in) f32 inputs on which errors are measured, their
+    rows rounded to 8 bits as the kernels do; most: (n_in,) max |x| over all tokens; owner, producers: as in
+    awq.find_scales. An alpha that makes any one of the linears worse than none is no candidate.
     """
     plain = _errors(weights, sample, torch.ones_like(most), dtype)
     best = Smoothing(torch.ones(producers), None, plain, plain)
     x = torch.zeros(producers).scatter_reduce_(0, owner, most, "amax")
-    largest = torch.cat(list(weights)).abs().amax(0)
+    largest = torch.stack([weight.abs().amax(0).float() for weight in weights]).amax(0)
     w = torch.zeros(producers).scatter_reduce_(0, owner, largest, "amax")
     for alpha in ALPHAS:
         scales = x**alpha / w ** (1 - alpha)
@@ -90,5 +90,5 @@ def _errors(weights: Sequence[Tensor], x: Tensor, scales: Tensor, dtype: torch.d
     found = []
     for weight in weights:
         codes, scale = int8_rows(weight * scales, dtype)
-        found.append(float((rounded @ (codes.float() * scale).T - x @ weight.T).square().sum()))
+        found.append(float((rounded @ (codes.float() * scale).T - x @ weight.float().T).square().sum()))
     return tuple(found)

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import safetensors.torch
+from quantizing import tree
 from tiny_gguf import write_gguf
 from tiny_models import every_tiny, make
 from tokenizer_samples import byte_level, gguf_metadata, save
 from typer.testing import CliRunner, Result
 
 from llmx.cli import app
+from llmx.quantize import output
 
 RUNNER = CliRunner()
 LITTLE = ("--samples", "4", "--seq-len", "32")
@@ -133,7 +137,17 @@ def test_a_quantized_head_is_said_in_the_config_and_tied_ones_are_refused(
         (("--gptq", "--group-size", "big"), "--group-size must be auto or a whole number"),
         (("--gptq", "--ignore", "."), "leaves no linear"),
         (("--gptq", "--seq-len", "100000"), "--seq-len 100000 is more than the 512 positions"),
-        (("--gptq", "--calib", "not-there.txt"), "not-there.txt"),
+        (("--gptq", "--calib", "not-there.txt"), "--calib not-there.txt can't be read"),
+        (("--gptq", "--calib", "hf:nothing"), "--calib hf:nothing names no file of a data set"),
+        (("--gptq", "--states", "floppy"), "--states must be auto, ram or disk, not 'floppy'"),
+        (("--gptq", "--fp8-mode", "block"), "--fp8-mode is of --fp8; --gptq has no use for it"),
+        (("--awq", "--damp", "0.1"), "--damp is of --gptq; --awq has no use for it"),
+        (("--awq", "--no-act-order"), "--act-order/--no-act-order is of --gptq"),
+        (("--int8", "--asym"), "--sym/--asym is of --awq and --gptq; --int8 has no use for it"),
+        (("--fp8", "--group-size", "64"), "--group-size is of --awq and --gptq"),
+        (("--fp8", "--calib", "some.txt"), "--calib some.txt: --fp8-mode dynamic is made without text"),
+        (("--gptq", "-o", ".", "--force"), "-o . names no folder that can be made"),
+        (("--gptq", "-o", "..", "--force"), "-o .. names no folder that can be made"),
     ],
 )
 def test_what_can_not_be_is_refused_at_once(
@@ -143,6 +157,91 @@ def test_what_can_not_be_is_refused_at_once(
     assert ran.exit_code == 2
     assert says in ran.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_source_is_never_replaced(llmx: Callable[..., Result], model: Path, tmp_path: Path) -> None:
+    inside = tmp_path / "outer" / "inner"
+    shutil.copytree(model, inside)
+    shutil.copy(inside / "config.json", inside.parent / "config.json")  # so that it looks like a model's folder
+    for out in (inside, inside.parent, inside / ".." / "inner"):
+        ran = llmx(inside, "--fp8", "-o", out, "--force")
+        assert ran.exit_code == 2, out
+        assert "has the model that is to be quantized" in ran.stderr
+    assert (inside / "model.safetensors").read_bytes() == (model / "model.safetensors").read_bytes()
+
+
+def test_a_file_is_no_place_for_the_result(llmx: Callable[..., Result], model: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    ran = llmx(model, "--gptq", "-o", "file/out")  # before text is drawn, which takes long
+    assert ran.exit_code == 2
+    assert f"-o file/out: {tmp_path / 'file'} is a file, no folder." in ran.stderr
+    assert "drawing" not in ran.stderr
+
+
+def test_the_report_of_a_dry_run_is_all_of_stdout(llmx: Callable[..., Result], model: Path, tmp_path: Path) -> None:
+    ran = llmx(model, "--gptq", "--dry-run", "--samples", "3", "--seq-len", "100", "--states", "disk", "--json", "-")
+    assert ran.exit_code == 0, ran.output
+    assert json.loads(ran.stdout)["results"]["states"] == {"place": "disk", "bytes": 3 * 100 * 64 * 4}
+    assert "hidden states: 0.1 MB in a file beside the result" in ran.stderr
+    assert "linears at" in ran.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_pattern_that_fits_no_linear_is_said(llmx: Callable[..., Result], model: Path) -> None:
+    said = llmx(model, "--gptq", "--ignore", "mlp.down_porj", "--dry-run")
+    assert "Note: --ignore 'mlp.down_porj' fits none of the 21 linears." in said.stderr
+    for pattern in ("lm_head", "down_proj"):
+        assert "fits none" not in llmx(model, "--gptq", "--ignore", pattern, "--dry-run").stderr
+
+
+def test_states_on_the_disk_are_said_and_a_full_disk_loses_no_block(
+    llmx: Callable[..., Result], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "text.txt").write_text("some words to count " * 100)
+    given = (model, "--gptq", *LITTLE, "--calib", "text.txt", "--json", "report.json")
+    assert llmx(*given, "-o", "wanted").exit_code == 0
+    written = output.write_shard
+
+    def full(path: Path, tensors: Any) -> None:
+        if "00003" in path.name:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written(path, tensors)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(output, "write_shard", full)
+        ran = llmx(*given, "-o", "out", "--states", "disk")
+    assert ran.exit_code == 1
+    assert "out.partial can't be written: No space left on device." in ran.stderr
+    assert "--resume goes on with it" in ran.stderr
+    again = llmx(*given, "-o", "out", "--states", "disk", "--resume")
+    assert again.exit_code == 0, again.output
+    assert "hidden states: 0.0 MB in a file beside the result" in again.stderr
+    results = json.loads((tmp_path / "report.json").read_text())["results"]
+    assert results["states"] == {"place": "disk", "bytes": 128 * 64 * 4}
+    assert results["blocks_resumed"] == 2
+    assert tree(tmp_path / "out") == tree(tmp_path / "wanted")
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+        ran = llmx(*given, "-o", "other", "--states", "disk")
+    assert ran.exit_code == 2
+    assert "and its hidden states 0.0 MB until it is done" in ran.stderr
+    assert not list(tmp_path.glob("other*"))
+
+
+def test_texts_that_hold_nothing_are_named_by_their_flag(
+    llmx: Callable[..., Result], model: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "empty.jsonl").write_text('{"text": ""}\n')
+    (tmp_path / "other.jsonl").write_text('{"words": "a"}\n')
+    (tmp_path / "bytes.txt").write_bytes(b"\xff\xfe\x00")
+    for name, says in (
+        ("empty", " holds no text"),
+        ("other", ", line 1: no object with the text"),
+    ):
+        ran = llmx(model, "--awq", "--calib", f"{name}.jsonl")
+        assert ran.exit_code == 2
+        assert f"--calib {name}.jsonl{says}" in ran.stderr
+    assert "bytes.txt is not UTF-8 text" in llmx(model, "--awq", "--calib", "bytes.txt").stderr
 
 
 def test_a_gguf_file_is_quantized_again_and_runs(
