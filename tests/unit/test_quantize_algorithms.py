@@ -4,9 +4,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from llmx.quantize.awq import clip, find_scales
+from llmx.quantize import grids, source
+from llmx.quantize.awq import Clipped, clip, find_scales
 from llmx.quantize.gptq import gptq
-from llmx.quantize.grids import Rounding, blocks_of, nearest, ranged, round_to_nearest, row_losses, search
+from llmx.quantize.grids import (
+    Rounding,
+    blocks_of,
+    nearest,
+    pieces,
+    ranged,
+    round_to_nearest,
+    row_losses,
+    rows_of,
+    search,
+)
+from llmx.quantize.source import Lazy, Unit
 from llmx.quantize.widths import fp8, int8_rows, rounded_rows, smooth
 
 SYMMETRIC = Rounding(4, 32, True)
@@ -237,6 +249,33 @@ def test_clipped_codes_are_no_worse_than_round_to_nearest_of_the_scaled_weights_
     plain = ((x / scales) @ made.T - x @ weight.T).square().sum(0)
     assert (direct <= plain * 1.001).all()
     assert direct.sum() < plain.sum()
+
+
+def test_pieces_of_matrices_give_what_whole_ones_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights, x = [draw(150, 256).bfloat16(), draw(90, 256, seed=8).bfloat16()], inputs(400, 256)
+    rows = draw(150, seed=5).abs() + 0.5
+    assert torch.equal(rows_of(weights, 140, 170), torch.cat([weights[0][140:], weights[1][:20]]).float())
+
+    def made() -> tuple[Tensor, Clipped]:
+        found = find_scales(weights, x.T @ x, x.abs().mean(0), ASYMMETRIC, torch.arange(256), 256)
+        return found.scales, clip(weights[0], found.scales, rows, x.T @ x, ASYMMETRIC)
+
+    scales, whole = made()
+    with monkeypatch.context() as patch:
+        patch.setattr(grids, "NUMBERS", 1)
+        assert [len(part) for part in pieces(weights)] == [64, 64, 64, 48]
+        assert torch.equal(torch.cat(list(pieces(weights))), torch.cat(weights).float())
+        again, parts = made()
+    assert torch.equal(scales, again)
+    assert torch.equal(whole.grid.codes, parts.grid.codes)
+    torch.testing.assert_close(whole.losses, parts.losses, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(whole.nearest, parts.nearest, rtol=1e-3, atol=1e-3)
+    lazy, read = Lazy([Unit("a", 150, 256), Unit("b", 90, 256)]), iter(weights)
+    lazy.load(lambda _: (next(read), None))
+    wanted = lazy(x)
+    monkeypatch.setattr(source, "WIDENED", 40 * 256)
+    torch.testing.assert_close(lazy(x), wanted)
+    torch.testing.assert_close(wanted, x @ torch.cat(weights).float().T, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("shape", [(256, 128), (200, 320), (5, 7)])
