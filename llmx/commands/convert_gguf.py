@@ -121,7 +121,8 @@ def convert_gguf(
     wanted = Wanted(asked, path, most, pretokenizer, imatrix, force=force, dry_run=dry_run)
     if calib and not dry_run:
         check(located, wanted)
-        wanted = replace(wanted, importance=_collect(located, calib, samples, seq_len, save_imatrix))
+        importance, about = _collect(located, calib, samples, seq_len, save_imatrix)
+        wanted = replace(wanted, importance=importance, collected=about)
     with progress(f"writing {path.name}") as tell:
         results = convert(located, wanted, tell, lambda line: typer.echo(line, err=True))
     if measure and not dry_run:
@@ -141,10 +142,12 @@ def convert_gguf(
             typer.echo(written)
 
 
-def _collect(located: Located, calib: str, samples: int, length: int, keep: Path | None) -> dict[str, Tensor]:
-    """Importance from a text, read by the model itself."""
+def _collect(
+    located: Located, calib: str, samples: int, length: int, keep: Path | None
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Importance from a text, read by the model itself, and what is said of it."""
     from llmx.convert.gguf_collect import as_importance, collect
-    from llmx.convert.gguf_importance import write_importance
+    from llmx.convert.gguf_importance import chunks_of, write_importance
     from llmx.quantize.calibration import read
 
     with ticker() as say:
@@ -152,7 +155,7 @@ def _collect(located: Located, calib: str, samples: int, length: int, keep: Path
         sums = collect(located, texts.texts, say)
     if keep is not None:
         write_importance(keep, sums, length, calib)
-    return as_importance(sums)
+    return as_importance(sums), {"dataset": calib, "chunks_count": chunks_of(sums, length)}
 
 
 def _measure(model: str, path: str) -> dict[str, Any]:

@@ -107,16 +107,21 @@ def _read_old(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return found, about
 
 
+def chunks_of(sums: Mapping[str, tuple[Tensor, int]], tokens: int) -> int:
+    """How many chunks of `tokens` the rows are that most tensors saw, to the nearest, as llama-imatrix counts them."""
+    most = max((count for _, count in sums.values()), default=0)
+    return max(1, (most + tokens // 2) // tokens)
+
+
 def write_importance(path: Path, sums: Mapping[str, tuple[Tensor, int]], tokens: int, source: str) -> None:
     """sums: tensor name -> (squares of its inputs added up (n_in,), rows that were). tokens: in a chunk.
 
-    As llama-imatrix writes GGUF; it merges such files by adding up sums and counts, and counts chunks as here.
+    As llama-imatrix writes GGUF; it merges such files by adding up sums and counts.
     """
-    most = max((count for _, count in sums.values()), default=0)
     pairs = {
         "general.type": encode("imatrix"),
         "imatrix.datasets": encode([source]),
-        "imatrix.chunk_count": encode(max(1, (most + tokens // 2) // tokens)),
+        "imatrix.chunk_count": encode(chunks_of(sums, tokens)),
         "imatrix.chunk_size": encode(tokens),
     }
     values: dict[str, Tensor] = {}

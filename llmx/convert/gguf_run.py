@@ -40,7 +40,8 @@ DEFINITIONS = {
 
 @dataclass(frozen=True)
 class Wanted:
-    """most: bytes of tensors in a file. imatrix: importance by the name of a tensor, or None."""
+    """most: bytes of tensors in a file. imatrix: a file of importance by the name of a tensor, or None.
+    importance: that which was collected instead; collected: from what, as `about_importance` says it."""
 
     asked: Asked
     out: Path
@@ -48,6 +49,7 @@ class Wanted:
     pretokenizer: str | None = None
     imatrix: Path | None = None
     importance: Mapping[str, Tensor] = field(default_factory=dict)
+    collected: Mapping[str, Any] = field(default_factory=dict)
     force: bool = False
     dry_run: bool = False
 
@@ -93,7 +95,7 @@ def _about_importance(wanted: Wanted, count: int) -> dict[str, bytes]:
     """As llama-quantize says it: where the importance came from, and of how many tensors it is."""
     key, path = "quantize.imatrix.", wanted.imatrix
     said = {f"{key}file": encode(path.name if path is not None else "collected")}
-    known = about_importance(path) if path is not None else {}
+    known = about_importance(path) if path is not None else wanted.collected
     if "dataset" in known:
         said[f"{key}dataset"] = encode(known["dataset"])
     said[f"{key}entries_count"] = encode(count, UINT32)
