@@ -1,19 +1,16 @@
-"""What was written, read back before it has its name: what a reader finds in it, and whether that is numbers."""
+"""What is written: whether it is numbers, and, before it has its name, whether a reader finds all of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 
 from torch import Tensor
 
-from llmx.convert.plain import FLOATS, finite, pieces
-from llmx.convert.threads import InOrder
+from llmx.convert.plain import FLOATS, finite
 from llmx.errors import LlmxError, UsageError
 from llmx.formats.checkpoint import Stored, by
-from llmx.formats.gguf import Gguf, open_part
+from llmx.formats.gguf import open_part
 from llmx.formats.gguf_write import NUMBERS, Part
 from llmx.schemes.blocks import stored_halves
 
@@ -32,12 +29,14 @@ def holds_numbers(kind: str, rows: Tensor) -> bool:
     """Whether rows, as a file of this type has them, hold no infinities and nothing that is no number."""
     if kind in FLOATS:
         return finite(rows)
+    if kind not in HALVES:
+        return True
     blocks = rows.reshape(-1, NUMBERS[kind][2])
-    return all(finite(stored_halves(blocks, at)) for at in HALVES.get(kind, ()))
+    return all(finite(stored_halves(blocks, at)) for at in HALVES[kind])
 
 
-def read_back(written: Path, part: Part, path: Path, threads: InOrder) -> None:
-    """`written` is to become `path`. LlmxError where it holds other tensors than `part`, or what is no number."""
+def read_back(written: Path, part: Part, path: Path) -> None:
+    """`written` is to become `path`. LlmxError where its names, order, shapes and types are not those of `part`."""
     try:
         found = open_part(written)
     except UsageError as error:
@@ -47,17 +46,6 @@ def read_back(written: Path, part: Part, path: Path, threads: InOrder) -> None:
     for one, other in zip_longest(wanted, held, fillvalue="nothing"):
         if one != other:
             raise LlmxError(f"{path} does not read back as it was written: it has {other} where {one} should be.")
-    for name in found.names():
-        if not all(threads.map(_calls(found, name))):
-            raise LlmxError(f"{name} holds infinities or what is no number; such weights can't be converted.")
-        found.release(name)
-
-
-def _calls(found: Gguf, name: str) -> Iterator[Callable[[], bool]]:
-    kind = found.stored(name).kind
-    if kind in FLOATS or kind in HALVES:
-        for rows in pieces(found, name):
-            yield partial(holds_numbers, kind, rows)
 
 
 def _said(stored: Stored) -> str:

@@ -36,6 +36,7 @@ DEFINITIONS = {
     "source_bytes": "of all tensors as they are stored now",
     "seconds": "from the first tensor read to the last renamed file",
 }
+NO_NUMBERS = "{} holds infinities or what is no number; such weights can't be converted."
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ def convert(located: Located, wanted: Wanted, tell: Tell, say: Say) -> dict[str,
     began = time.monotonic()
     with InOrder() as threads:
         tensors = _Tensors(source, importance, threads, sum(entry.nbytes for entry in entries), tell)
-        write_parts(paths, parts, tensors.data, partial(read_back, threads=threads))
+        write_parts(paths, parts, tensors.data, read_back)
     results["seconds"] = time.monotonic() - began
     return results
 
@@ -147,16 +148,25 @@ class _Tensors:
 
     def data(self, entry: Entry) -> Iterator[memoryview]:
         same = self._source.as_stored(entry.name, entry.kind)
-        for part in self._converted(entry) if same is None else same:
+        for part in self._made(self._calls(entry) if same is None else self._copies(entry, same)):
             piece = part.contiguous().flatten().view(torch.uint8).numpy().data
             yield piece
             self._done += piece.nbytes
             self._tell(self._done, self._total)
         self._source.release(entry.name)
 
-    def _converted(self, entry: Entry) -> Iterator[Tensor]:
-        for made in self._threads.map(self._calls(entry)):
+    def _made(self, calls: Iterator[Callable[[], list[Tensor]]]) -> Iterator[Tensor]:
+        for made in self._threads.map(calls):
             yield from made
+
+    def _copies(self, entry: Entry, stored: Iterator[Tensor]) -> Iterator[Callable[[], list[Tensor]]]:
+        for rows in stored:
+            yield partial(self._copy, entry, rows)
+
+    def _copy(self, entry: Entry, rows: Tensor) -> list[Tensor]:
+        if not holds_numbers(entry.kind, rows):
+            raise LlmxError(NO_NUMBERS.format(entry.name))
+        return [rows]
 
     def _calls(self, entry: Entry) -> Iterator[Callable[[], list[Tensor]]]:
         row = 0
@@ -168,7 +178,7 @@ class _Tensors:
         """Rows from `first` on as they are stored."""
         numbers = rows.make()
         if not finite(numbers):
-            raise LlmxError(f"{entry.name} holds infinities or what is no number; such weights can't be converted.")
+            raise LlmxError(NO_NUMBERS.format(entry.name))
         if entry.kind not in DTYPES:
             blocks = self._blocks(entry, numbers, first)
             if not all(holds_numbers(entry.kind, part) for part in blocks):
