@@ -93,7 +93,7 @@ def differences(options: argparse.Namespace, source: Path, pair: tuple[Path, Pat
         same = (mine.read(name) == other.read(name)).double().mean() if kinds[0] == kinds[1] else None
         if same == 1:
             continue
-        importance = weights[name] if name in weights and len(weights[name]) == 1 else None
+        importance = torch.from_numpy(weights[name]) if len(weights.get(name, ())) == 1 else None
         errors = [squared_error(one, exact, name, importance) ** 0.5 for one in (mine, other)]
         share = None if same is None else float(same)
         differ.append({"name": name, "types": kinds, "rms_error": errors, "equal_bytes": share})

@@ -51,11 +51,15 @@ def use_threads(wanted: int | None = None, ranks: int = 1) -> int:
     """
     import torch
 
+    torch.set_num_threads(chosen_threads(wanted, ranks))
+    return torch.get_num_threads()
+
+
+def chosen_threads(wanted: int | None, ranks: int = 1) -> int:
+    """`wanted`, or as many as `thread_count` finds. UsageError for fewer than one."""
     if wanted is not None and wanted < 1:
         raise UsageError(f"--threads must be at least 1, not {wanted}.")
-
-    torch.set_num_threads(wanted or thread_count(ranks))
-    return torch.get_num_threads()
+    return wanted or thread_count(ranks)
 
 
 def _quotas() -> Iterator[float]:

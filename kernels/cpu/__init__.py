@@ -15,7 +15,7 @@ KERNELS: dict[str, str] = {
     "redraw": "sample:Redraw",
     **{op: f"linear:{op}" for op in ("linear_packed", "new_packed", "pack_codes", "pack_numbers", "unpack_linear")},
     "pack_blocks": "pack:pack_blocks",
-    "quantize_blocks": "quantize:quantize_blocks",
+    **{op: f"quantize:{op}" for op in ("quantize_blocks", "widen_halves")},
     **{op: f"grids:{op}" for op in ("can_group", "round_groups", "search_groups", "gptq_sweep")},
     **{op: f"attention:{op}" for op in ("plan_attention", "attention")},
     **{op: f"rows:{op}" for op in ("rms_norm", "add_rms_norm", "norm_heads", "rope_and_write")},

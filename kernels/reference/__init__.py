@@ -11,11 +11,12 @@ KERNELS: dict[str, str] = {
     "norm_heads": "norm:norm_heads",
     "philox_uniform": "random:philox_uniform",
     "plan_attention": "attention:plan_attention",
-    "quantize_blocks": "quantize:quantize_blocks",
+    "quantize_blocks": "arrays:quantize_blocks",
     "rms_norm": "norm:rms_norm",
     "round_rows": "linear:round_rows",
     "rope_and_write": "rope:rope_and_write",
     "silu_mul": "activation:silu_mul",
     "take_rows": "rows:take_rows",
     "to_float32": "rows:to_float32",
+    "widen_halves": "arrays:widen_halves",
 }

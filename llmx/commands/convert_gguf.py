@@ -15,8 +15,7 @@ from llmx.commands.ready import identity, progress, ready, ticker
 from llmx.errors import UsageError
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
+    from llmx.convert.arrays import Numbers
     from llmx.formats.hub import Located
 
 _TYPES = {"rich_help_panel": "Types"}
@@ -107,34 +106,37 @@ def convert_gguf(
         raise UsageError(f"{save_imatrix} is there already.", hint="choose another name, or replace it with --force")
     ready(model)
     known = {} if json is None else identity(model)  # reads files whole that weren't hashed before
+    from llmx.convert.folder import short_name
     from llmx.convert.gguf_run import DEFINITIONS, Wanted, check, convert, lines
-    from llmx.convert.hf import short_name
-    from llmx.device import use_threads, yield_while_waiting
+    from llmx.device import chosen_threads, use_threads, yield_while_waiting
     from llmx.formats import identity as weights
     from llmx.formats.hub import locate
     from llmx.report import Report
 
     yield_while_waiting()
-    use_threads(threads, 1)
+    count = chosen_threads(threads)
     located = locate(model)
     path = output or Path(f"{short_name(located)}-{mixture}.gguf")
-    wanted = Wanted(asked, path, most, pretokenizer, imatrix, force=force, dry_run=dry_run)
+    wanted = Wanted(asked, path, most, pretokenizer, imatrix, force=force, dry_run=dry_run, threads=count)
+    if (calib or measure) and not dry_run:
+        use_threads(count)
     if calib and not dry_run:
         check(located, wanted)
         importance, about = _collect(located, calib, samples, seq_len, save_imatrix)
         wanted = replace(wanted, importance=importance, collected=about)
-    with progress(f"writing {path.name}") as tell:
+    with progress(f"writing {path.name}") as tell:  # imports torch only for what has to be unpacked
         results = convert(located, wanted, tell, lambda line: typer.echo(line, err=True))
     if measure and not dry_run:
         results["eval"] = _measure(model, results["paths"][0])
-    report = Report(
-        "convert-gguf", results, model={"name": model, **known}, definitions=DEFINITIONS | weights.DEFINITIONS,
-        started=started,
-    )  # fmt: skip
-    if json is not None and json != Path("-"):
-        report.write_json(json)
-    if json == Path("-"):
-        typer.echo(jsonlib.dumps(report.to_dict(), indent=2, ensure_ascii=False))
+    if json is not None:
+        report = Report(
+            "convert-gguf", results, model={"name": model, **known}, definitions=DEFINITIONS | weights.DEFINITIONS,
+            started=started,
+        )  # fmt: skip
+        if json == Path("-"):
+            typer.echo(jsonlib.dumps(report.to_dict(), indent=2, ensure_ascii=False))
+        else:
+            report.write_json(json)
     for line in lines(results, every=dry_run):
         typer.echo(line, err=not dry_run or json == Path("-"))
     if not dry_run and json != Path("-"):
@@ -144,7 +146,7 @@ def convert_gguf(
 
 def _collect(
     located: Located, calib: str, samples: int, length: int, keep: Path | None
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
+) -> tuple[dict[str, Numbers], dict[str, Any]]:
     """Importance from a text, read by the model itself, and what is said of it."""
     from llmx.convert.gguf_collect import as_importance, collect
     from llmx.convert.gguf_importance import chunks_of, write_importance

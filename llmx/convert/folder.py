@@ -1,4 +1,4 @@
-"""A model's folder that appears whole or not at all: made under another name, then renamed."""
+"""What a new model is called, and a folder that appears whole or not at all: made elsewhere, then renamed."""
 
 from __future__ import annotations
 
@@ -7,6 +7,12 @@ import shutil
 from pathlib import Path
 
 from llmx.errors import UsageError
+from llmx.formats.hub import Located
+
+
+def short_name(located: Located) -> str:
+    """What an output is named after: the last part of the model's name, without `.gguf`."""
+    return Path(located.name.rstrip("/")).resolve().name.removesuffix(".gguf").replace(":", "-")
 
 
 def check_taken(path: Path, force: bool) -> None:

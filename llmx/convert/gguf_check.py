@@ -5,14 +5,14 @@ from __future__ import annotations
 from itertools import zip_longest
 from pathlib import Path
 
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
-from llmx.convert.plain import FLOATS, finite
+from llmx.convert.arrays import Bytes
 from llmx.errors import LlmxError, UsageError
 from llmx.formats.checkpoint import Stored, by
 from llmx.formats.gguf import open_part
 from llmx.formats.gguf_write import NUMBERS, Part
-from llmx.schemes.blocks import stored_halves
 
 # Where the blocks of a type have float16 scales, in bytes.
 HALVES = {
@@ -23,16 +23,23 @@ HALVES = {
     "Q3_K": (108,),
     "Q6_K": (208,),
 }
+EXPONENT = {"F16": 0x7C00, "BF16": 0x7F80}  # all ones: infinite, or no number
 
 
-def holds_numbers(kind: str, rows: Tensor) -> bool:
+def holds_numbers(kind: str, rows: Bytes) -> bool:
     """Whether rows, as a file of this type has them, hold no infinities and nothing that is no number."""
-    if kind in FLOATS:
-        return finite(rows)
+    if kind == "F32":
+        return bool(np.isfinite(rows.view(np.float32)).all())
+    if kind in EXPONENT:
+        return _finite(rows.view(np.uint16), EXPONENT[kind])
     if kind not in HALVES:
         return True
-    blocks = rows.reshape(-1, NUMBERS[kind][2])
-    return all(finite(stored_halves(blocks, at)) for at in HALVES[kind])
+    blocks = rows.view(np.uint16).reshape(-1, NUMBERS[kind][2] // 2)
+    return all(_finite(blocks[:, at // 2], EXPONENT["F16"]) for at in HALVES[kind])
+
+
+def _finite(halves: NDArray[np.uint16], exponent: int) -> bool:
+    return bool((halves & np.uint16(exponent)).max(initial=0) < exponent)
 
 
 def read_back(written: Path, part: Part, path: Path) -> None:

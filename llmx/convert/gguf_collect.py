@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from llmx.cache.pools import windows_of
+from llmx.convert.arrays import Numbers
 from llmx.core import Request, SamplingParams
 from llmx.engine.engine import Engine
 from llmx.formats.hub import Located
@@ -87,6 +88,6 @@ def collect(located: Located, texts: Sequence[Sequence[int]], say: Say) -> dict[
     return {names.stored(name, "weight"): (made.total, made.count) for name, made in weights.watched.items()}
 
 
-def as_importance(sums: dict[str, tuple[Tensor, int]]) -> dict[str, Tensor]:
+def as_importance(sums: dict[str, tuple[Tensor, int]]) -> dict[str, Numbers]:
     """The mean squares (1, n_in) float32, as an importance matrix that is read gives them."""
-    return {name: (total / count).float().reshape(1, -1) for name, (total, count) in sums.items() if count}
+    return {name: (total / count).float().reshape(1, -1).numpy() for name, (total, count) in sums.items() if count}

@@ -9,22 +9,25 @@ import struct
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+import numpy as np
 
+from llmx.convert.arrays import Numbers
 from llmx.errors import UsageError
 from llmx.formats.checkpoint import by
 from llmx.formats.fields import Fields
 from llmx.formats.gguf import open_gguf
 from llmx.formats.gguf_write import Entry, encode, plan, write_parts
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 SUMS, COUNTS = ".in_sum2", ".counts"
 MOST_ENTRIES, MOST_NAME, MOST_VALUES = 1 << 16, 1 << 12, 1 << 26
 
 
-def read_importance(path: Path) -> dict[str, Tensor]:
+def read_importance(path: Path) -> dict[str, Numbers]:
     """Tensor name -> (matrices, n_in) float32, >= 0 and finite; of experts that saw nothing ones."""
     try:
         with path.open("rb") as file:
@@ -33,7 +36,7 @@ def read_importance(path: Path) -> dict[str, Tensor]:
         raise UsageError(f"{path} can't be read: {error.strerror}.") from error
     found = _read_gguf(path) if magic == b"GGUF" else _read_old(path)[0]
     for name, values in found.items():
-        if not bool(values.isfinite().all()) or bool((values < 0).any()):
+        if not np.isfinite(values).all() or (values < 0).any():
             raise UsageError(f"{path}: the importance of {name} holds numbers that are no mean squares.")
     if not found:
         raise UsageError(f"{path} holds no importance of any tensor.")
@@ -50,7 +53,7 @@ def about_importance(path: Path) -> dict[str, Any]:
     return ({"dataset": texts[0]} if texts else {}) | ({"chunks_count": chunks} if chunks else {})
 
 
-def _read_gguf(path: Path) -> dict[str, Tensor]:
+def _read_gguf(path: Path) -> dict[str, Numbers]:
     file = open_gguf(path)
     found = {}
     for name in file.names():
@@ -63,14 +66,14 @@ def _read_gguf(path: Path) -> dict[str, Tensor]:
         if any(one.kind != "F32" for one in stored) or prod(stored[0].shape) % prod(stored[1].shape):
             said = " and ".join(f"{one.name} ({one.kind} {by(one.shape)})" for one in stored)
             raise UsageError(f"{path.name}: {said} are no sums and counts of importance.")
-        counts = file.read(owner + COUNTS).flatten()
-        sums = file.read(name).reshape(len(counts), -1)
-        seen = counts > 0
-        found[owner] = torch.where(seen[:, None], torch.div(sums, torch.where(seen, counts, 1.0)[:, None]), 1.0)
+        counts = np.frombuffer(file.raw(owner + COUNTS), np.float32)
+        sums = np.frombuffer(file.raw(name), np.float32).reshape(len(counts), -1)
+        found[owner] = np.ones_like(sums)
+        np.divide(sums, counts[:, None], out=found[owner], where=counts[:, None] > 0)
     return found
 
 
-def _read_old(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _read_old(path: Path) -> tuple[dict[str, Numbers], dict[str, Any]]:
     """Per entry: a name, how many calls, and sums of each call's mean. Then, in newer files, see `about_importance`."""
     data = path.read_bytes()
     at, found = 0, {}
@@ -95,9 +98,9 @@ def _read_old(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
             calls, values = number(), number()
             if not 0 < values <= MOST_VALUES or at + 4 * values > len(data):
                 raise ValueError
-            sums = torch.frombuffer(bytearray(data[at : at + 4 * values]), dtype=torch.float32)
+            sums = np.frombuffer(data, np.float32, values, at).reshape(1, -1)
             at += 4 * values
-            found[name] = (torch.div(sums, torch.full_like(sums, calls)) if calls > 0 else sums).reshape(1, -1)
+            found[name] = sums / np.float32(calls) if calls > 0 else sums.copy()
         if at + 8 <= len(data):
             chunks, length = number(), number()
             text = data[at : at + length].decode("utf-8", "replace") if 0 < length <= MOST_NAME else ""
@@ -124,9 +127,9 @@ def write_importance(path: Path, sums: Mapping[str, tuple[Tensor, int]], tokens:
         "imatrix.chunk_count": encode(chunks_of(sums, tokens)),
         "imatrix.chunk_size": encode(tokens),
     }
-    values: dict[str, Tensor] = {}
+    values: dict[str, Numbers] = {}
     for name, (total, count) in sorted(sums.items()):
-        values[name + SUMS] = total.float().reshape(1, -1)
-        values[name + COUNTS] = torch.tensor([[float(count)]])
-    entries = [Entry(name, "F32", tuple(tensor.shape)) for name, tensor in values.items()]
-    write_parts([path], plan(pairs, entries), lambda entry: iter([values[entry.name].numpy().data.cast("B")]))
+        values[name + SUMS] = total.float().reshape(1, -1).numpy()
+        values[name + COUNTS] = np.array([[count]], np.float32)
+    entries = [Entry(name, "F32", array.shape) for name, array in values.items()]
+    write_parts([path], plan(pairs, entries), lambda entry: iter([values[entry.name].data.cast("B")]))

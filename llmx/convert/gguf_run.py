@@ -11,15 +11,15 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
 
+from llmx.convert.arrays import Bytes, Numbers, rounded
 from llmx.convert.gguf_check import holds_numbers, read_back
 from llmx.convert.gguf_importance import about_importance, read_importance
 from llmx.convert.gguf_source import GgufSource, Rows, source_of
 from llmx.convert.gguf_types import MIXTURES, PLAIN, TOKENS, Asked, Choice, choose, in_order
-from llmx.convert.plain import finite
 from llmx.convert.threads import InOrder
+from llmx.device import thread_count
 from llmx.errors import LlmxError, UsageError
 from llmx.formats.gguf_write import NUMBERS, QUANTIZATION_VERSION, UINT32, Entry, encode, part_paths, plan, write_parts
 from llmx.formats.hub import Located
@@ -28,7 +28,6 @@ from llmx.kernels import Kernels
 COPY = "copy"
 Tell = Callable[[int, int], None]
 Say = Callable[[str], None]
-DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 DEFINITIONS = {
     "bits_per_weight": "of all tensors, scales counted",
@@ -42,15 +41,17 @@ NO_NUMBERS = "{} holds infinities or what is no number; such weights can't be co
 @dataclass(frozen=True)
 class Wanted:
     """most: bytes of tensors in a file. imatrix: a file of importance by the name of a tensor, or None.
-    importance: that which was collected instead; collected: from what, as `about_importance` says it."""
+    importance: that which was collected instead; collected: from what, as `about_importance` says it. threads: None
+    for as many as `thread_count` finds."""
 
     asked: Asked
     out: Path
     most: int | None = None
     pretokenizer: str | None = None
     imatrix: Path | None = None
-    importance: Mapping[str, Tensor] = field(default_factory=dict)
+    importance: Mapping[str, Numbers] = field(default_factory=dict)
     collected: Mapping[str, Any] = field(default_factory=dict)
+    threads: int | None = None
     force: bool = False
     dry_run: bool = False
 
@@ -78,7 +79,7 @@ def convert(located: Located, wanted: Wanted, tell: Tell, say: Say) -> dict[str,
         return results
     _check_free(paths, located, wanted.force)
     began = time.monotonic()
-    with InOrder() as threads:
+    with InOrder(wanted.threads or thread_count()) as threads:
         tensors = _Tensors(source, importance, threads, sum(entry.nbytes for entry in entries), tell)
         write_parts(paths, parts, tensors.data, read_back)
     results["seconds"] = time.monotonic() - began
@@ -115,7 +116,9 @@ def _entries(source: GgufSource, asked: Asked) -> tuple[list[Entry], dict[str, C
     return [Entry(name, kinds[name], source.shapes[name]) for name in names], choices
 
 
-def _matched(importance: Mapping[str, Tensor], source: GgufSource, choices: Mapping[str, Choice]) -> dict[str, Tensor]:
+def _matched(
+    importance: Mapping[str, Numbers], source: GgufSource, choices: Mapping[str, Choice]
+) -> dict[str, Numbers]:
     """Name -> (matrices, n_in) for the tensors that are quantised by it. UsageError for one of another size."""
     found = {}
     for name, choice in choices.items():
@@ -123,14 +126,14 @@ def _matched(importance: Mapping[str, Tensor], source: GgufSource, choices: Mapp
             continue
         shape = source.shapes[name]
         wanted = (prod(shape[:-2]), shape[-1])
-        if importance[name].numel() != prod(wanted):
+        if importance[name].size != prod(wanted):
             if name in TOKENS:
                 continue  # what comes in is a token there, not a row of numbers
             raise UsageError(
-                f"The importance of {name} has {importance[name].numel()} numbers, its inputs are {prod(wanted)}.",
+                f"The importance of {name} has {importance[name].size} numbers, its inputs are {prod(wanted)}.",
                 hint="was it collected with another model?",
             )
-        found[name] = importance[name].reshape(wanted).float()
+        found[name] = importance[name].reshape(wanted).astype(np.float32, copy=False)
     if importance and not found and choices:
         raise UsageError("The importance matrix names none of this model's tensors.", hint="is it another model's?")
     return found
@@ -140,7 +143,7 @@ class _Tensors:
     """The bytes of each tensor, made when they are written: some rows on each thread, in order."""
 
     def __init__(
-        self, source: GgufSource, importance: Mapping[str, Tensor], threads: InOrder, total: int, tell: Tell
+        self, source: GgufSource, importance: Mapping[str, Numbers], threads: InOrder, total: int, tell: Tell
     ) -> None:
         self._source, self._importance, self._threads = source, importance, threads
         self._total, self._tell, self._done = total, tell, 0
@@ -149,50 +152,44 @@ class _Tensors:
     def data(self, entry: Entry) -> Iterator[memoryview]:
         same = self._source.as_stored(entry.name, entry.kind)
         for part in self._made(self._calls(entry) if same is None else self._copies(entry, same)):
-            piece = part.contiguous().flatten().view(torch.uint8).numpy().data
+            piece = part.reshape(-1).data
             yield piece
             self._done += piece.nbytes
             self._tell(self._done, self._total)
         self._source.release(entry.name)
 
-    def _made(self, calls: Iterator[Callable[[], list[Tensor]]]) -> Iterator[Tensor]:
+    def _made(self, calls: Iterator[Callable[[], list[Bytes]]]) -> Iterator[Bytes]:
         for made in self._threads.map(calls):
             yield from made
 
-    def _copies(self, entry: Entry, stored: Iterator[Tensor]) -> Iterator[Callable[[], list[Tensor]]]:
+    def _copies(self, entry: Entry, stored: Iterator[Bytes]) -> Iterator[Callable[[], list[Bytes]]]:
         for rows in stored:
             yield partial(self._copy, entry, rows)
 
-    def _copy(self, entry: Entry, rows: Tensor) -> list[Tensor]:
+    def _copy(self, entry: Entry, rows: Bytes) -> list[Bytes]:
         if not holds_numbers(entry.kind, rows):
             raise LlmxError(NO_NUMBERS.format(entry.name))
         return [rows]
 
-    def _calls(self, entry: Entry) -> Iterator[Callable[[], list[Tensor]]]:
+    def _calls(self, entry: Entry) -> Iterator[Callable[[], list[Bytes]]]:
         row = 0
         for rows in self._source.numbers(entry.name):
             yield partial(self._make, entry, rows, row)
             row += rows.count
 
-    def _make(self, entry: Entry, rows: Rows, first: int) -> list[Tensor]:
+    def _make(self, entry: Entry, rows: Rows, first: int) -> list[Bytes]:
         """Rows from `first` on as they are stored."""
         numbers = rows.make()
-        if not finite(numbers):
+        if not holds_numbers("F32", numbers.view(np.uint8)):
             raise LlmxError(NO_NUMBERS.format(entry.name))
-        if entry.kind not in DTYPES:
-            blocks = self._blocks(entry, numbers, first)
-            if not all(holds_numbers(entry.kind, part) for part in blocks):
-                raise LlmxError(
-                    f"{entry.name} has numbers too large for {entry.kind.lower()}, whose scales are float16.",
-                    hint="--type bf16 holds them",
-                )
-            return blocks
-        made = numbers.to(DTYPES[entry.kind])
-        if entry.kind == "F16" and not finite(made):
-            raise LlmxError(f"{entry.name} has numbers too large for f16.", hint="--type bf16 holds them")
-        return [made]
+        plain = entry.kind in PLAIN
+        made = [rounded(numbers, entry.kind)] if plain else self._blocks(entry, numbers, first)
+        if entry.kind != "BF16" and not all(holds_numbers(entry.kind, part) for part in made):
+            of = "f16" if plain else f"{entry.kind.lower()}, whose scales are float16"
+            raise LlmxError(f"{entry.name} has numbers too large for {of}.", hint="--type bf16 holds them")
+        return made
 
-    def _blocks(self, entry: Entry, rows: Tensor, first: int) -> list[Tensor]:
+    def _blocks(self, entry: Entry, rows: Numbers, first: int) -> list[Bytes]:
         """Each matrix of experts with its own importance."""
         importance = self._importance.get(entry.name)
         if importance is None:

@@ -5,37 +5,26 @@ Two kinds: a Hugging Face folder (what is packed there is unpacked), and another
 
 from __future__ import annotations
 
-import re
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import lcm, prod
-from typing import Any
+from math import prod
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+import numpy as np
 
-from llmx.convert.gguf_about import about
-from llmx.convert.gguf_types import Sizes
-from llmx.convert.gguf_vocab import vocabulary
-from llmx.convert.plain import FLOATS, Plain, dense_dtype, in_steps, pieces
+from llmx.convert.arrays import Bytes, Numbers, in_steps
+from llmx.convert.gguf_types import PLAIN, Sizes
 from llmx.errors import UsageError
 from llmx.formats.checkpoint import Stored
 from llmx.formats.fields import Fields
-from llmx.formats.gguf import stored_pairs
-from llmx.formats.gguf_write import QUANTIZATION_VERSION, UINT32, encode
+from llmx.formats.gguf import open_gguf, stored_pairs
 from llmx.formats.hub import Located
-from llmx.layers.gguf_form import GgufForm
-from llmx.models import Opened, open_model
-from llmx.schemes import find
+from llmx.kernels import Kernels
 
-_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
-TIED = "lm_head.weight"
-FILE_TYPES = {"F32": 0, "F16": 1, "BF16": 32}  # llama.cpp's numbers of what is not quantised
-NAMED_AS_IT_IS = ("phi3",)  # llama.cpp knows by "phi-3" in its name that its tokens swallow the spaces after them
-UNUSED = (".rotary_emb.inv_freq",)  # stored by old versions of transformers, and follow from the config
+if TYPE_CHECKING:
+    from llmx.schemes.base import Scheme
 
 
 class GgufSource(ABC):
@@ -56,8 +45,8 @@ class GgufSource(ABC):
         """The tensor as float32 rows (n, n_in), in order, about plain.CHUNK numbers at a time."""
 
     @abstractmethod
-    def as_stored(self, name: str, kind: str) -> Iterator[Tensor] | None:
-        """The tensor in pieces, if what is stored is of `kind` already and is to stay as it is."""
+    def as_stored(self, name: str, kind: str) -> Iterator[Bytes] | None:
+        """The tensor in pieces, rows in order, if what is stored is of `kind` already and is to stay as it is."""
 
     @abstractmethod
     def release(self, name: str) -> None:
@@ -73,170 +62,13 @@ class Rows:
     """Some rows of a tensor. make: float32 (count, n_in); any thread may call it."""
 
     count: int
-    make: Callable[[], Tensor]
-
-
-@dataclass(frozen=True)
-class _Unit:
-    stored: str
-    heads: int | None
-    plus: float
-
-
-class FolderSource(GgufSource):
-    """A Hugging Face folder of a family that llmx runs."""
-
-    def __init__(self, located: Located, pretokenizer: str | None) -> None:
-        opened = open_model(located)
-        form: GgufForm = opened.config.to_gguf()
-        config = opened.config
-        super().__init__(Sizes(form.architecture, config.layers, config.heads // config.kv_heads), {})
-        self._plain = Plain(opened, torch.float32)
-        self._dense = dense_dtype(opened)
-        self._units: dict[str, _Unit] = {}
-        self._extra = {name: torch.tensor(values) for name, values in form.tensors.items()}
-        self.notes += form.notes
-        self._name_tensors(opened, form)
-        rows = self.shapes["token_embd.weight"][0]
-        named = opened.metadata.text("_name_or_path", None)
-        weights = sum(map(prod, self.shapes.values()))
-        name, said = about(located.path, named, weights, titled=form.architecture not in NAMED_AS_IT_IS)
-        vocab = vocabulary(located.path, rows, pretokenizer, name)
-        self.notes += vocab.notes
-        self.found_by = vocab.found_by
-        self.pairs |= {"general.architecture": encode(form.architecture), "general.type": encode("model")} | said
-        self.pairs["general.name"] = encode(vocab.name)
-        written = form.pairs | {f"{form.architecture}.vocab_size": rows} | vocab.pairs
-        self.pairs |= {key: encode(value) for key, value in written.items()}
-        self.pairs["general.file_type"] = encode(FILE_TYPES[self._mostly()], UINT32)
-        self.pairs["general.quantization_version"] = encode(QUANTIZATION_VERSION, UINT32)
-
-    def _name_tensors(self, opened: Opened, form: GgufForm) -> None:
-        left_out = []
-        table, permuted = opened.family.GGUF, opened.family.GGUF_PERMUTED
-        for name in self._plain.names():
-            owner, _, suffix = name.rpartition(".")
-            found = _LAYER.match(owner)
-            pattern = owner if found is None else f"model.layers.{{i}}.{found[2]}"
-            if name == TIED and opened.config.tied:
-                if not self._equals_embedding():
-                    self.notes.append("lm_head.weight differs from the embedding, which the config says it shares.")
-                continue
-            if pattern not in table or suffix not in ("weight", "bias"):
-                if not name.endswith(UNUSED):
-                    left_out.append(name)
-                continue
-            target = f"{table[pattern] if found is None else table[pattern].replace('{i}', found[1])}.{suffix}"
-            part = owner.rsplit(".", 1)[-1]
-            heads = getattr(opened.config, permuted[part]) if part in permuted else None
-            plus = form.norms if suffix == "weight" and owner.endswith("norm") else 0.0
-            self._units[target] = _Unit(name, heads, plus)
-            self._add(target, self._plain.stored(name), self._packed(name))
-        for name, values in self._extra.items():
-            self.shapes[name], self.kinds[name] = tuple(values.shape), "F32"
-        self.nbytes = sum(opened.checkpoint.stored(name).nbytes for name in opened.checkpoint.names())
-        if left_out:
-            self.notes.append(f"{len(left_out)} tensors have no place in a GGUF file: {left_out[0]}...")
-        self._complete(opened)
-
-    def _mostly(self) -> str:
-        """The kind that most weights have."""
-        sizes = Counter[str]()
-        for name, kind in self.kinds.items():
-            sizes[kind] += prod(self.shapes[name])
-        return sizes.most_common(1)[0][0]
-
-    def _packed(self, name: str) -> bool:
-        return not self._plain._entries[name].same
-
-    def _equals_embedding(self) -> bool:
-        if "model.embed_tokens.weight" not in self._plain:
-            return True
-        head, embedding = TIED, "model.embed_tokens.weight"
-        shape = self._plain.stored(head).shape
-        if shape != self._plain.stored(embedding).shape:
-            return False
-        together = lcm(self._plain.together(head), self._plain.together(embedding))
-        return all(
-            torch.equal(self._plain.read(head, {0: rows}).float(), self._plain.read(embedding, {0: rows}).float())
-            for rows in in_steps(shape, together)
-        )
-
-    def _add(self, target: str, stored: Stored, packed: bool) -> None:
-        if stored.kind not in FLOATS:
-            raise UsageError(f"{stored.name} is stored as {stored.kind}; it must be floating-point numbers.")
-        if not stored.shape:
-            raise UsageError(f"{stored.name} is a single number, which no tensor of a model is.")
-        self.shapes[target] = stored.shape
-        kind = next(kind for kind, dtype in FLOATS.items() if dtype == self._dense) if packed else stored.kind
-        self.kinds[target] = kind if len(stored.shape) > 1 else "F32"
-
-    def _complete(self, opened: Opened) -> None:
-        """UsageError unless every layer has what the first has, with its shape, and the ends are there."""
-        config = opened.config
-        wanted = {"token_embd.weight": (config.vocab, config.hidden), "output_norm.weight": (config.hidden,)}
-        if not config.tied:
-            wanted["output.weight"] = (config.vocab, config.hidden)
-        first = {name.removeprefix("blk.0."): shape for name, shape in self.shapes.items() if name.startswith("blk.0.")}
-        for layer in range(config.layers):
-            wanted |= {f"blk.{layer}.{rest}": shape for rest, shape in first.items()}
-        for name, shape in wanted.items():
-            if name not in self.shapes:
-                raise UsageError(f"{opened.metadata.where}: the checkpoint has no tensor for {name}; is it complete?")
-            if self.shapes[name] != shape:
-                raise UsageError(f"{name} would be {self.shapes[name]}, but the config asks for {shape}.")
-        if not first or (beyond := [n for n in self.shapes if n.startswith(f"blk.{config.layers}.")]):
-            what = beyond[0] if first else "blk.0"
-            raise UsageError(f"{opened.metadata.where}: {config.layers} layers, which does not fit the tensor {what}.")
-
-    def numbers(self, name: str) -> Iterator[Rows]:
-        if name in self._extra:
-            yield Rows(1, partial(self._extra[name].reshape, 1, -1))
-            return
-        unit = self._units[name]
-        shape = self._plain.stored(unit.stored).shape
-        if len(shape) == 1:
-            yield Rows(1, lambda: self._rows(unit, 0, shape[0]).reshape(1, -1))
-            return
-        together = lcm(self._plain.together(unit.stored), 1 if unit.heads is None else shape[0] // unit.heads)
-        for first, last in in_steps(shape, together):
-            yield Rows((last - first) * prod(shape[1:-1]), partial(self._rows, unit, first, last))
-
-    def _rows(self, unit: _Unit, first: int, last: int) -> Tensor:
-        """Some rows, whole heads, where GGUF has them."""
-        shape = self._plain.stored(unit.stored).shape
-        made = self._plain.read(unit.stored, {0: (first, last)})
-        if unit.heads is not None:
-            made = interleaved(made, unit.heads * (last - first) // shape[0])
-        made = made.reshape(-1, shape[-1]).float()
-        return made + unit.plus if unit.plus else made
-
-    def as_stored(self, name: str, kind: str) -> Iterator[Tensor] | None:
-        unit = self._units.get(name)
-        if unit is None or unit.heads is not None or unit.plus or self._packed(unit.stored):
-            return None
-        return pieces(self._plain, unit.stored) if self._plain.stored(unit.stored).kind == kind else None
-
-    def release(self, name: str) -> None:
-        if name in self._units:
-            self._plain.release(self._units[name].stored)
-
-    def kept(self, name: str) -> str:
-        return "F32"
-
-
-def interleaved(rows: Tensor, heads: int) -> Tensor:
-    """(head, half, pair) rows -> (head, pair, half), as GGUF's llama has q and k."""
-    made: Tensor = rows.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
-    return made
+    make: Callable[[], Numbers]
 
 
 class FileSource(GgufSource):
     """Another GGUF file: its tensors and metadata under the names that they have."""
 
     def __init__(self, located: Located) -> None:
-        from llmx.formats.gguf import open_gguf
-
         checkpoint = open_gguf(located.path)
         fields = Fields(checkpoint.metadata, located.path.name)
         architecture = fields.text("general.architecture")
@@ -251,6 +83,7 @@ class FileSource(GgufSource):
             {key: raw for key, raw in stored_pairs(checkpoint.path).items() if not key.startswith("split.")},
         )
         self._checkpoint = checkpoint
+        self._widen = Kernels("cpu").get("widen_halves")
         self.stored_order = tuple(checkpoint.names())
         for name in checkpoint.names():
             stored = checkpoint.stored(name)
@@ -259,16 +92,31 @@ class FileSource(GgufSource):
 
     def numbers(self, name: str) -> Iterator[Rows]:
         stored = self._checkpoint.stored(name)
-        scheme = None if stored.kind in FLOATS else find(name, {"weight": _as_matrix(stored)})
-        tensor = self._checkpoint.read(name)  # a view of the file
-        rows = tensor.reshape(-1, tensor.shape[-1]) if tensor.dim() > 1 else tensor.reshape(1, -1)
+        scheme = None if stored.kind in PLAIN else _scheme(stored)
+        rows = self._rows(name)
         for first, last in in_steps((len(rows), stored.shape[-1])):
             part = rows[first:last]
-            made = part.float if scheme is None else partial(scheme.unpack, {"weight": part}, torch.float32)
-            yield Rows(len(part), made)
+            yield Rows(len(part), partial(self._floats, stored.kind, scheme, part))
 
-    def as_stored(self, name: str, kind: str) -> Iterator[Tensor] | None:
-        return pieces(self._checkpoint, name) if self.kinds[name] == kind else None
+    def _rows(self, name: str) -> Bytes:
+        """(n, bytes of a row): a view of the file."""
+        stored = self._checkpoint.stored(name)
+        raw = np.frombuffer(self._checkpoint.raw(name), np.uint8)
+        return raw.reshape(prod(stored.shape[:-1]), -1)
+
+    def _floats(self, kind: str, scheme: Scheme | None, rows: Bytes) -> Numbers:
+        if scheme is not None:
+            return _unpacked(scheme, rows)
+        if kind == "F32":
+            return rows.view(np.float32)
+        made: Numbers = self._widen(rows.view(np.uint16), kind)
+        return made
+
+    def as_stored(self, name: str, kind: str) -> Iterator[Bytes] | None:
+        if self.kinds[name] != kind:
+            return None
+        rows = self._rows(name)
+        return (rows[first:last] for first, last in in_steps(rows.shape))
 
     def release(self, name: str) -> None:
         self._checkpoint.release(name)
@@ -277,11 +125,19 @@ class FileSource(GgufSource):
         return self.kinds[name]
 
 
-def _as_matrix(stored: Stored) -> Stored:
-    if len(stored.shape) == 2:
-        return stored
-    rows = stored.nbytes // stored.read_shape[-1]
-    return Stored(stored.name, stored.kind, (rows, stored.shape[-1]), stored.nbytes)
+def _scheme(stored: Stored) -> Scheme:
+    """How the tensor's rows are stored. UsageError for a type that can't be read."""
+    from llmx.schemes import find  # imports torch, as `unpack` needs it
+
+    rows = prod(stored.shape[:-1])
+    return find(stored.name, {"weight": Stored(stored.name, stored.kind, (rows, stored.shape[-1]), stored.nbytes)})
+
+
+def _unpacked(scheme: Scheme, rows: Bytes) -> Numbers:
+    import torch
+
+    made: Numbers = scheme.unpack({"weight": torch.from_numpy(rows)}, torch.float32).numpy()
+    return made
 
 
 def _first(metadata: Mapping[str, Any], key: str, default: int) -> int:
@@ -299,4 +155,6 @@ def source_of(located: Located, pretokenizer: str | None) -> GgufSource:
         return FileSource(located)
     if not (located.path / "config.json").is_file():
         raise UsageError(f"{located.path} has no config.json.")
+    from llmx.convert.gguf_folder import FolderSource  # imports torch
+
     return FolderSource(located, pretokenizer)

@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 
-from llmx.convert.folder import check_taken, put_in_place
+from llmx.convert.arrays import in_steps
+from llmx.convert.folder import check_taken, put_in_place, short_name
 from llmx.convert.gguf_about import card_of, generation_of
-from llmx.convert.plain import FLOATS, Plain, bytes_of, finite, in_steps, plain_dtype
+from llmx.convert.plain import FLOATS, Plain, bytes_of, finite, plain_dtype
 from llmx.convert.texts import LIKE_ANY, tokenizer_texts, write_texts
 from llmx.convert.threads import InOrder
 from llmx.errors import LlmxError, UsageError
@@ -123,15 +124,10 @@ def convert(
     return Converted(path, facts | checked | {"seconds": time.monotonic() - began})
 
 
-def short_name(located: Located) -> str:
-    """What an output is named after: the last part of the model's name, without `.gguf`."""
-    return Path(located.name.rstrip("/")).resolve().name.removesuffix(".gguf").replace(":", "-")
-
-
 def _write(files: Files, shards: Mapping[str, Sequence[str]], folder: Path, say: Say) -> None:
     write_texts(files.texts, folder)
     checkpoint = files.opened.checkpoint
-    with InOrder() as threads:
+    with InOrder(torch.get_num_threads()) as threads:
         for n, (name, tensors) in enumerate(shards.items(), 1):
             stored = [checkpoint.stored(tensor) for tensor in tensors]
             say(f"writing {name} ({n} of {len(shards)}), {sum(s.nbytes for s in stored) / 1e6:,.0f} MB")

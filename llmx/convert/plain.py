@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from llmx.convert.arrays import in_steps
 from llmx.errors import LlmxError, UsageError
 from llmx.formats.checkpoint import WHOLE, Checkpoint, MappedCheckpoint, Slices, Stored
 from llmx.models import Opened
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from llmx.formats.quantization import Quantization
     from llmx.schemes.base import Scheme
 
-CHUNK = 1 << 20  # weights that are numbers at a time: few enough to stay in a cache
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 KINDS = {dtype: kind for kind, dtype in FLOATS.items()}
 WEIGHTS = ("weight", "qweight")  # how the names of a packed linear's first tensors begin
@@ -184,13 +184,6 @@ class Plain:
         if stored.kind not in FLOATS:
             raise UsageError(f"{stored.name} is stored as {stored.kind}; it must be floating-point numbers.")
         return (self._checkpoint.read(stored.name).float() - entry.less).to(self._dtype)
-
-
-def in_steps(shape: Sequence[int], together: int = 1) -> Iterator[tuple[int, int]]:
-    """Rows [first, last) of about CHUNK weights, in order: whole multiples of `together`, except for the last."""
-    step = max(1, CHUNK // max(1, prod(shape[1:]) * together)) * together
-    for first in range(0, shape[0], step):
-        yield first, min(first + step, shape[0])
 
 
 def pieces(checkpoint: Checkpoint, name: str) -> Iterator[Tensor]:

@@ -171,6 +171,12 @@ class MappedCheckpoint:
         self.bytes_read += part.numel() * part.element_size()
         return part
 
+    def raw(self, name: str) -> memoryview:
+        """All of the stored tensor's bytes: a view of the file's private mapping, so nothing is read yet."""
+        region = self._regions[name]
+        self.bytes_read += region.stored.nbytes
+        return memoryview(region.file.data)[region.offset : region.offset + region.stored.nbytes]
+
     def release(self, name: str) -> None:
         """The tensor's pages count no longer as this process's memory, until they are read again. Nothing may have been
         written to them."""

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from llmx import __version__
-from llmx.convert.hf import as_hf, short_name
+from llmx.convert.folder import short_name
+from llmx.convert.hf import as_hf
 from llmx.convert.plain import Plain, bytes_of, dense_dtype, packing
 from llmx.errors import LlmxError, UsageError
 from llmx.formats import quantization

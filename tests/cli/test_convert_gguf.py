@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +16,8 @@ from tiny_models import build, every_tiny
 from tiny_models import save as save_model
 from tokenizer_samples import byte_level, save
 from typer.testing import Result
+
+from llmx.kernels import cpu
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +48,28 @@ def test_the_path_is_printed_and_the_report_names_every_tensor(
     assert llmx("convert-gguf", model, "--type", "Q4_0", "-o", "little-q8_0.gguf", "--force").exit_code == 0
     said = llmx("generate", "Hello", "--model", "little-q8_0.gguf", "--max-tokens", "4", "--temperature", "0")
     assert said.exit_code == 0, said.output
+
+
+@pytest.mark.skipif(not cpu.available(), reason=f"cpu kernels: {cpu.describe()}")
+def test_a_file_of_plain_numbers_is_converted_without_torch(
+    llmx: Callable[..., Result], model: Path, tmp_path: Path
+) -> None:
+    """Importing it takes several times as long as all the rest."""
+    assert llmx("convert-gguf", model, "--type", "bf16", "-o", "plain.gguf").exit_code == 0
+    code = (
+        "import sys, llmx.cli as cli\n"
+        "sys.argv[1:] = ['convert-gguf', 'plain.gguf', '--type', 'q4_k_m', '--json', 'report.json']\n"
+        "try: cli.main()\n"
+        "except SystemExit as end: print(end.code)\n"
+        "print(sorted({name.partition('.')[0] for name in sys.modules} & {'torch', 'tokenizers', 'rich', 'jinja2'}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    assert done.stdout.splitlines() == ["plain-q4_k_m.gguf", "0", "[]"], done.stderr
+    assert llmx("convert-gguf", model, "--type", "q4_k_m", "-o", "whole.gguf").exit_code == 0
+    ours, whole = (gguf.GGUFReader(tmp_path / name) for name in ("plain-q4_k_m.gguf", "whole.gguf"))
+    assert {tensor.name: tensor.tensor_type for tensor in ours.tensors} == {
+        tensor.name: tensor.tensor_type for tensor in whole.tensors
+    }
 
 
 def test_a_dry_run_writes_nothing_and_shows_types(llmx: Callable[..., Result], model: Path, tmp_path: Path) -> None:

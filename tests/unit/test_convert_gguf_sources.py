@@ -15,7 +15,7 @@ from quantised import METHODS, twins
 from tiny_models import Saved, every_tiny, make
 from tiny_models import save as save_model
 
-from llmx.convert import hf, plain
+from llmx.convert import arrays, hf
 from llmx.convert.gguf_run import Wanted, convert
 from llmx.convert.gguf_types import Asked
 from llmx.convert.plain import Plain
@@ -92,7 +92,7 @@ def test_tensors_are_never_whole_in_memory_and_the_same_in_any_number_of_pieces(
     packed, _ = twins(saved[name], method, tmp_path)
     with_tokenizer(packed)
     whole = tensors(converted(packed, tmp_path / "whole.gguf", "f32"))
-    monkeypatch.setattr(plain, "CHUNK", 1024)
+    monkeypatch.setattr(arrays, "CHUNK", 1024)
     sizes = recorded(monkeypatch)
     assert tensors(converted(packed, tmp_path / "pieces.gguf", "f32")) == whole
     # 3 bits: zeros of 32 outputs are in three words; blocks: of 128 outputs. Whole ones are 10,240 and more.
@@ -107,7 +107,7 @@ def test_a_folder_made_of_a_file_is_the_same_in_any_number_of_pieces(
     converted(with_tokenizer(saved["Llama-0"].folder), tmp_path / "m.gguf", "q8_0")
     located = Located("gguf", tmp_path / "m.gguf", "m.gguf")
     hf.convert(located, tmp_path / "whole", SAYS.append)
-    monkeypatch.setattr(plain, "CHUNK", 512)
+    monkeypatch.setattr(arrays, "CHUNK", 512)
     sizes = recorded(monkeypatch)
     hf.convert(located, tmp_path / "pieces", SAYS.append)
     one, other = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "pieces"))

@@ -10,17 +10,18 @@ import json
 from pathlib import Path
 
 import gguf
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from llmx.kernels import Kernels, cpu
 from llmx.kernels.reference.quantize import KINDS
+from llmx.kernels.reference.quantize import quantize_blocks as REFERENCE
 from llmx.schemes import schemes
 from tests.data.make_gguf_quantized import rows
 
 STORED = json.loads((Path(__file__).parents[1] / "data" / "gguf_quantized.json").read_text())
-REFERENCE = Kernels("cpu", forced="reference").get("quantize_blocks")
 needs_native = pytest.mark.skipif(not cpu.available(), reason=f"cpu kernels: {cpu.describe()}")
 
 
@@ -85,19 +86,38 @@ def test_importance_lowers_the_error_where_it_says(kind: str) -> None:
     assert error(REFERENCE(weights, kind, importance)) < 0.97 * error(REFERENCE(weights, kind))
 
 
-@needs_native
 @pytest.mark.parametrize("kind", KINDS)
-def test_cpp_writes_the_bytes_of_torch(isa: str, kind: str) -> None:
-    quantize = Kernels("cpu", forced="cpu").get("quantize_blocks")
+@pytest.mark.parametrize("backend", ["reference", pytest.param("cpu", marks=needs_native)])
+def test_the_op_writes_the_bytes_of_torch(isa: str, backend: str, kind: str) -> None:
+    quantize = Kernels("cpu", forced=backend).get("quantize_blocks")
     importance = torch.rand(512, generator=torch.Generator().manual_seed(2)) ** 4
     importance[64:300] = 0
-    threads = torch.get_num_threads()
-    try:
-        for weights in (odd_rows(), randn(40, 512), randn(3, 3 * KINDS[kind][0])):
-            for given in (None, importance[: weights.shape[1]] if weights.shape[1] <= 512 else None):
-                want = REFERENCE(weights, kind, given)
-                for count in (1, 3):
-                    torch.set_num_threads(count)
-                    assert torch.equal(quantize(weights, kind, given), want)
-    finally:
-        torch.set_num_threads(threads)
+    for weights in (odd_rows(), randn(40, 512), randn(3, 3 * KINDS[kind][0])):
+        for given in (None, importance[: weights.shape[1]] if weights.shape[1] <= 512 else None):
+            want = REFERENCE(weights, kind, given).numpy()
+            for threads in (1, 3):
+                made = quantize(weights.numpy(), kind, None if given is None else given.numpy(), threads)
+                assert np.array_equal(made, want)
+
+
+@needs_native
+def test_rows_at_odd_addresses_and_between_others_are_read_too() -> None:
+    quantize = Kernels("cpu", forced="cpu").get("quantize_blocks")
+    weights = randn(6, 64).numpy()
+    odd = np.frombuffer(b"0" + weights.tobytes(), np.uint8)[1:].view(np.float32).reshape(6, 64)
+    assert not odd.flags.aligned
+    assert np.array_equal(quantize(odd, "Q8_0"), quantize(weights, "Q8_0"))
+    assert np.array_equal(quantize(weights[::2], "Q8_0"), quantize(weights, "Q8_0")[::2])
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("F16", torch.float16), ("BF16", torch.bfloat16)])
+@pytest.mark.parametrize("backend", ["reference", pytest.param("cpu", marks=needs_native)])
+def test_every_half_is_widened_to_its_number(isa: str, backend: str, kind: str, dtype: torch.dtype) -> None:
+    widen = Kernels("cpu", forced=backend).get("widen_halves")
+    halves = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).reshape(256, 256)
+    finite = halves.view(dtype).isfinite().numpy()
+    want = halves.view(dtype).float().numpy()
+    assert np.array_equal(widen(halves.numpy().view(np.uint16), kind)[finite], want[finite])
+    odd = np.frombuffer(b"0" + halves.numpy().tobytes(), np.uint8)[1:].view(np.uint16)
+    assert np.array_equal(widen(odd, kind)[finite.reshape(-1)], want[finite])
+    assert not np.isfinite(widen(halves.numpy().view(np.uint16), kind)[~finite]).any()
