@@ -119,7 +119,7 @@ class Fields:
     def strings(self, key: str, default: T) -> tuple[str, ...] | T: ...
     def strings(self, key: str, default: Any = REQUIRED) -> Any:
         """A list of strings; one string stands for a list of one."""
-        return self._read(key, default, lambda value: _each(value, lambda item: _text(item, None)), "a list of strings")
+        return self._read(key, default, _strings, "a list of strings")
 
     @overload
     def section(self, key: str) -> Fields: ...
@@ -183,6 +183,12 @@ def _text(value: Any, allowed: tuple[str, ...] | None) -> str | None:
 def _each(value: Any, convert: Callable[[Any], V | None]) -> tuple[V, ...] | None:
     items = [convert(item) for item in (value if isinstance(value, (list, tuple)) else [value])]
     return None if any(item is None for item in items) else tuple(item for item in items if item is not None)
+
+
+def _strings(value: Any) -> tuple[str, ...] | None:
+    """Vocabularies have hundreds of thousands."""
+    items = value if isinstance(value, (list, tuple)) else [value]
+    return tuple(items) if set(map(type, items)) <= {str} else None
 
 
 def parse_json(text: bytes, where: str, *, unique: bool = False) -> Fields:

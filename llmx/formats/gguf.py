@@ -13,6 +13,7 @@ import struct
 from collections.abc import Mapping
 from itertools import pairwise
 from math import prod
+from mmap import mmap
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -91,38 +92,25 @@ def open_part(path: Path) -> Gguf:
     """One file by itself, though it may be a part of a split model."""
     cursor = _Cursor(MappedFile(path))
     tensors, pairs = _read_header(cursor)
-    metadata, _ = _metadata_of(cursor, pairs)
+    metadata, _ = _read_metadata(cursor, pairs)
     return Gguf(path, metadata, _read_tensors(cursor, tensors, _alignment(Fields(metadata, cursor.name))))
 
 
-# Metadata of the file read last, by where it ends and by the hash of the bytes up to there: a command opens its file
-# for the checks, the model and the tokenizer, and to read a vocabulary takes a hundred times as long as to hash it.
-# And where each value lies there, its type first.
-Spans = Mapping[str, tuple[int, int]]
-_last_read: dict[tuple[int, bytes], tuple[Mapping[str, Any], Spans]] = {}
+# Long lists of texts that were read last, by their length, their bytes and a hash of these. A command opens its file
+# for the checks, the model and the tokenizer, and what convert-gguf writes has the vocabulary of its source: to read
+# one takes forty times as long as to hash it.
+_texts: dict[tuple[int, int, bytes], list[str]] = {}
+LONG, KEPT = 1024, 4  # texts; lists: the vocabularies and merges of two files
 
 
-def _metadata_of(cursor: _Cursor, pairs: int) -> tuple[Mapping[str, Any], Spans]:
-    """Leaves the cursor behind it."""
-    for (end, digest), found in tuple(_last_read.items()):
-        if end <= cursor.file.size and _digest(cursor, end) == digest:
-            cursor.at = end
-            return found
-    made = _read_metadata(cursor, pairs)
-    key = cursor.at, _digest(cursor, cursor.at)
-    _last_read.clear()
-    _last_read[key] = made
-    return made
-
-
-def _digest(cursor: _Cursor, end: int) -> bytes:
-    with memoryview(cursor.data) as data, data[:end] as head:
-        return hashlib.blake2b(head).digest()
+def _digest(data: mmap, start: int, end: int) -> bytes:
+    with memoryview(data) as view, view[start:end] as part:
+        return hashlib.blake2b(part).digest()
 
 
 def forget_metadata() -> None:
-    """Frees what is remembered of the file that was read last: once a model is loaded nobody opens it again."""
-    _last_read.clear()
+    """Frees what is remembered of files that were read: once a model is loaded nobody opens it again."""
+    _texts.clear()
 
 
 class _Cursor:
@@ -194,7 +182,11 @@ def _read_header(cursor: _Cursor) -> tuple[int, int]:
     return tensors, pairs
 
 
+Spans = Mapping[str, tuple[int, int]]  # where each value lies, its type first
+
+
 def _read_metadata(cursor: _Cursor, pairs: int) -> tuple[Mapping[str, Any], Spans]:
+    """Leaves the cursor behind it."""
     metadata: dict[str, Any] = {}
     spans = {}
     for index in range(pairs):
@@ -213,7 +205,7 @@ def stored_pairs(path: Path) -> dict[str, bytes]:
     """The metadata of one file as it is stored: key -> the value's type and bytes. UsageError as in `open_gguf`."""
     cursor = _Cursor(MappedFile(path))
     _, count = _read_header(cursor)
-    _, spans = _metadata_of(cursor, count)
+    _, spans = _read_metadata(cursor, count)
     return {key: bytes(cursor.data[start:end]) for key, (start, end) in spans.items()}
 
 
@@ -239,21 +231,39 @@ def _scalars(cursor: _Cursor, code: int, count: int, what: str) -> list[Any]:
 
 
 def _strings(cursor: _Cursor, count: int, what: str) -> list[str]:
-    """`count` strings. Vocabularies have hundreds of thousands, so the loop is written flat."""
+    """`count` strings, remembered if they are many."""
+    if count < LONG:
+        return _read_strings(cursor, count, what)
+    start = cursor.at
+    for (known, nbytes, digest), found in tuple(_texts.items()):
+        if known == count and nbytes <= cursor.left and _digest(cursor.data, start, start + nbytes) == digest:
+            cursor.at += nbytes
+            return found
+    made = _read_strings(cursor, count, what)
+    while len(_texts) >= KEPT:
+        _texts.pop(next(iter(_texts)), None)
+    _texts[count, cursor.at - start, _digest(cursor.data, start, cursor.at)] = made
+    return made
+
+
+def _read_strings(cursor: _Cursor, count: int, what: str) -> list[str]:
+    """Vocabularies have hundreds of thousands, so the loops are flat."""
     data, end, at = cursor.data, cursor.file.size, cursor.at
     length_at = struct.Struct("<Q").unpack_from
+    parts: list[bytes] = []
+    while len(parts) < count and at + 8 <= end:
+        start = at + 8
+        at = start + length_at(data, at)[0]
+        if at > end:
+            break
+        parts.append(data[start:at])
     strings: list[str] = []
     try:
-        while len(strings) < count and at + 8 <= end:
-            start = at + 8
-            at = start + length_at(data, at)[0]
-            if at > end:
-                break
-            strings.append(data[start:at].decode("utf-8"))
+        strings.extend(map(bytes.decode, parts))
     except UnicodeDecodeError as error:
         raise cursor.error(f"string {len(strings):,} of {what} is not UTF-8 text") from error
-    if len(strings) < count:
-        raise cursor.short(f"it says that {what} has {count:,} strings, and ends in number {len(strings):,}")
+    if len(parts) < count:
+        raise cursor.short(f"it says that {what} has {count:,} strings, and ends in number {len(parts):,}")
     cursor.at = at
     return strings
 
