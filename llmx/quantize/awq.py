@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from llmx.quantize.gram import Gram
 from llmx.quantize.grids import (
     Rounding,
     better_rows,
-    blocks_of,
     losses_of,
     nearest,
     nearest_errors,
@@ -30,7 +30,7 @@ from llmx.schemes.grid import Grid
 
 STEPS, STEP, COARSE = 20, 0.05, 4  # ratios are 0, 0.05 ... 0.95
 LEAST, SMALL = 1e-4, 1e-6
-PANEL = 128  # rows or columns of a matrix at a time
+PANEL = 128  # columns of a matrix at a time
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Clipped:
 
 
 def find_scales(
-    weights: Sequence[Tensor], hessian: Tensor, activations: Tensor, rounding: Rounding, owner: Tensor, producers: int
+    weights: Sequence[Tensor], hessian: Gram, activations: Tensor, rounding: Rounding, owner: Tensor, producers: int
 ) -> Scaling:
     """The scales for linears with one input, by grid search.
 
@@ -94,7 +94,7 @@ def _least(best: Scaling, found: Sequence[tuple[Scaling, tuple[int, bool]]]) -> 
     return best, at
 
 
-def clip(weight: Tensor, scales: Tensor, rows: Tensor, hessian: Tensor, rounding: Rounding) -> Clipped:
+def clip(weight: Tensor, scales: Tensor, rows: Tensor, hessian: Gram, rounding: Rounding) -> Clipped:
     """The codes of weight * scales / rows[:, None], each group's range searched; output errors against weight / rows.
 
     weight: (rows, n_in) f32, f16 or bf16, some rows of which are worked on at a time; scales: (n_in,), of its inputs;
@@ -102,29 +102,19 @@ def clip(weight: Tensor, scales: Tensor, rows: Tensor, hessian: Tensor, rounding
     and the whole ranges; a row that plain round-to-nearest would do better is left as the scales made it, and shows in
     `losses`.
     """
-    scaled = _scaled(hessian, scales)
-    blocks, ones = blocks_of(scaled, rounding.group), torch.ones_like(scales)
+    grouped, ones = scales.unflatten(0, (-1, rounding.group)), torch.ones_like(scales)
+    blocks = hessian.blocks(rounding.group) / (grouped[:, :, None] * grouped[:, None, :])
     grids, losses, plain = list[Grid](), [], []
     step = rows_at_once(weight)
     for part, divided in zip(weight.split(step), rows.split(step), strict=True):
         target = part.float() * scales / divided[:, None]
         searched = nearest(target, *search(target, rounding, blocks), rounding)
-        grid, found = better_rows(searched, nearest(target, *ranged(target, rounding), rounding), target, scaled)
+        whole = nearest(target, *ranged(target, rounding), rounding)
+        grid, found = better_rows(searched, whole, target, hessian, scales)
         grids.append(grid)
         losses.append(found)
         plain.append(losses_of(nearest_errors(part.float() / divided[:, None], ones, rounding), hessian))
     return Clipped(stacked(grids), torch.cat(losses), torch.cat(plain))
-
-
-def _scaled(hessian: Tensor, scales: Tensor) -> Tensor:
-    """The Hessian of inputs that are divided by `scales`; itself where they are all 1."""
-    if bool((scales == 1).all()):
-        return hessian
-    made = torch.empty_like(hessian)
-    for low in range(0, len(hessian), PANEL):
-        panel = slice(low, low + PANEL)
-        torch.div(hessian[panel], scales[panel, None] * scales, out=made[panel])
-    return made
 
 
 def _by_producer(values: Tensor, owner: Tensor, producers: int) -> Tensor:
@@ -151,7 +141,7 @@ def _candidate(x: Tensor, w: Tensor, ratio: float, duo: bool) -> Tensor:
 
 
 def _losses(
-    weights: Sequence[Tensor], scales: Tensor, hessian: Tensor, rounding: Rounding, sizes: list[int]
+    weights: Sequence[Tensor], scales: Tensor, hessian: Gram, rounding: Rounding, sizes: list[int]
 ) -> list[float]:
     """Of each linear, scaled, rounded to nearest and scaled back."""
     parts = [losses_of(nearest_errors(part, scales, rounding), hessian) for part in pieces(weights)]

@@ -13,6 +13,7 @@ from llmx.quantize import widths
 from llmx.quantize.awq import clip, find_scales
 from llmx.quantize.forms import Scaled, fp8_kind, scale_dtype
 from llmx.quantize.gptq import gptq
+from llmx.quantize.gram import Gram
 from llmx.quantize.grids import Rounding, losses_of
 from llmx.quantize.memory import give_back
 from llmx.quantize.options import Options
@@ -236,11 +237,11 @@ class Quantizer:
         return Result(unit, Scaled(codes, scale), losses[0], losses[1], f"int8, {how}", energy=energy)
 
 
-def _hessian(stats: Stats) -> Tensor:
+def _hessian(stats: Stats) -> Gram:
     assert stats.hessian is not None
     return stats.hessian
 
 
-def _energy(weight: Tensor, hessian: Tensor) -> float:
+def _energy(weight: Tensor, hessian: Gram) -> float:
     """The outputs' squares over the calibration tokens."""
     return max(float(losses_of(weight, hessian).sum()), 1e-30)

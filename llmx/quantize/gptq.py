@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from llmx.quantize.gram import Gram
 from llmx.quantize.grids import (
     Rounding,
     better_rows,
@@ -41,16 +42,16 @@ class Solved:
     dead: int
 
 
-def gptq(weight: Tensor, hessian: Tensor, rounding: Rounding, *, damp: float = 0.01, act_order: bool = True) -> Solved:
-    """weight (rows, n_in) f32, f16 or bf16, hessian (n_in, n_in) f32 (sum of x x^T) -> codes whose output error, row by
+def gptq(weight: Tensor, hessian: Gram, rounding: Rounding, *, damp: float = 0.01, act_order: bool = True) -> Solved:
+    """weight (rows, n_in) f32, f16 or bf16, hessian (sum of x x^T) -> codes whose output error, row by
     row, is at most that of round-to-nearest. Rows of several linears with the same input may be stacked.
 
-    Works on some rows at a time: beside the weight and the Hessian, one more matrix of the Hessian's size is in memory.
+    Works on some rows at a time: beside the weight and the Hessian, one whole matrix (n_in, n_in) is in memory.
     """
     diagonal = hessian.diagonal()
     dead = diagonal <= 0
     order = _order(diagonal, act_order)
-    factor, used = _factor(hessian, order, dead, damp)
+    factor, used = _factor(hessian, order, dead, float(diagonal.mean()), damp)
     metric = diagonal.clamp(min=0.0) + diagonal.mean().clamp(min=1e-30) * 1e-3
     parts = [
         _solve(part.float(), hessian, factor, order, metric, rounding) for part in weight.split(rows_at_once(weight))
@@ -61,7 +62,7 @@ def gptq(weight: Tensor, hessian: Tensor, rounding: Rounding, *, damp: float = 0
 
 
 def _solve(
-    weight: Tensor, hessian: Tensor, factor: Tensor | None, order: Tensor, metric: Tensor, rounding: Rounding
+    weight: Tensor, hessian: Gram, factor: Tensor | None, order: Tensor, metric: Tensor, rounding: Rounding
 ) -> tuple[Grid, Tensor, Tensor]:
     """Some rows' grid, its losses and those of round-to-nearest."""
     plain = round_to_nearest(weight, rounding)
@@ -81,19 +82,19 @@ def _order(diagonal: Tensor, act_order: bool) -> Tensor:
     return torch.argsort(diagonal, descending=True, stable=True)
 
 
-def _factor(hessian: Tensor, order: Tensor, dead: Tensor, damp: float) -> tuple[Tensor | None, float | None]:
+def _factor(hessian: Gram, order: Tensor, dead: Tensor, mean: float, damp: float) -> tuple[Tensor | None, float | None]:
     """L^-1, lower, of J H J = L L^T, and the damping that made it possible. H in the sweep's order, J the reversal.
 
     GPTQ's upper U with U^T U = H^-1 is J L^-1 J: `_corner` reads it from there. Dead inputs get a diagonal of their
-    own, so that they neither take nor give errors. Factor and inverse take the place of what they are made from.
+    own, `mean`, so that they neither take nor give errors. Factor and inverse take the place of what they are made
+    from.
     """
-    mean = float(hessian.diagonal().mean())
-    if not _is_finite(hessian) or mean <= 0:
+    if not hessian.is_finite() or mean <= 0:
         return None, None
     back = order.flip(0)
     part = damp
     while part <= MOST_DAMP:
-        lower = hessian[back[:, None], back[None, :]]
+        lower = hessian.arranged(back)
         lower.diagonal()[dead[back]] = mean
         lower.diagonal().add_(part * mean)
         columns, failed = lower.mT, torch.empty(0, dtype=torch.int32, device=lower.device)  # in LAPACK's order: no copy
@@ -108,7 +109,7 @@ def _factor(hessian: Tensor, order: Tensor, dead: Tensor, damp: float) -> tuple[
 
 
 def _is_finite(matrix: Tensor) -> bool:
-    """Of numbers whose sum is: without a copy of the matrix, which torch's own would make."""
+    """As `Gram.is_finite`."""
     return bool(matrix.sum().isfinite())
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from llmx.kernels import Kernels
+from llmx.quantize.gram import Gram
 from llmx.schemes.grid import Grid
 
 SHRINKS = tuple(1.0 - 0.025 * step for step in range(21))  # of a group's range: what the searches try
@@ -158,26 +159,26 @@ def search_in_torch(weight: Tensor, rounding: Rounding, metric: Tensor) -> tuple
     return scales, zeros
 
 
-def blocks_of(hessian: Tensor, group: int) -> Tensor:
-    """The diagonal blocks of a Hessian, (groups, group, group)."""
-    count = len(hessian) // group
-    return hessian.reshape(count, group, count, group).diagonal(dim1=0, dim2=2).permute(2, 0, 1).contiguous()
+def row_losses(weight: Tensor, made: Tensor, hessian: Gram, columns: Tensor | None = None) -> Tensor:
+    """(rows,): (w - q) H (w - q)^T: the squared error of each row's outputs, summed over the calibration tokens.
+
+    columns: (n_in,), by which both matrices were multiplied, and the inputs of the Hessian were not divided.
+    """
+    errors = weight - made
+    return losses_of(errors if columns is None else errors.div_(columns), hessian)
 
 
-def row_losses(weight: Tensor, made: Tensor, hessian: Tensor) -> Tensor:
-    """(rows,): (w - q) H (w - q)^T: the squared error of each row's outputs, summed over the calibration tokens."""
-    return losses_of(weight - made, hessian)
-
-
-def losses_of(errors: Tensor, hessian: Tensor) -> Tensor:
+def losses_of(errors: Tensor, hessian: Gram) -> Tensor:
     """(rows,): e H e^T of each row."""
-    parts = [part.float() for part in errors.split(rows_at_once(errors))]
-    return torch.cat([(part @ hessian).mul_(part).sum(1) for part in parts])
+    return torch.cat([hessian.losses(part.float()) for part in errors.split(rows_at_once(errors))])
 
 
-def better_rows(first: Grid, second: Grid, weight: Tensor, hessian: Tensor) -> tuple[Grid, Tensor]:
-    """Row by row the grid with the smaller output error, ties to `first`; and those errors, (rows,)."""
-    one, two = (row_losses(weight, grid.weight(), hessian) for grid in (first, second))
+def better_rows(
+    first: Grid, second: Grid, weight: Tensor, hessian: Gram, columns: Tensor | None = None
+) -> tuple[Grid, Tensor]:
+    """Row by row the grid with the smaller output error, ties to `first`; and those errors, (rows,). As `row_losses`
+    has them."""
+    one, two = (row_losses(weight, grid.weight(), hessian, columns) for grid in (first, second))
     take = (two < one) | ~one.isfinite()
 
     def pick(a: Tensor, b: Tensor) -> Tensor:

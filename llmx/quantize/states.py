@@ -13,6 +13,7 @@ from torch import Tensor
 from llmx.batch import Batch, slots_of
 from llmx.cache.pools import Cache, LayerSpec, new_pools, windows_of
 from llmx.errors import UsageError
+from llmx.quantize.gram import Gram
 from llmx.quantize.source import CPU, Lazy, Watch
 
 SIZE = 16  # tokens in a block of the scratch cache
@@ -23,29 +24,24 @@ PAGE = 4096  # bytes
 
 
 class Stats:
-    """What is known of a linear's inputs: hessian (n_in, n_in), the sum of x x^T, or else the first SAMPLE of them;
+    """What is known of a linear's inputs: hessian, the sum of x x^T, or else the first SAMPLE of them;
     mean |x| and max |x| (n_in,)."""
 
     def __init__(self, n_in: int, *, hessian: bool) -> None:
-        self.hessian = torch.zeros(n_in, n_in) if hessian else None
+        self.hessian = Gram(n_in) if hessian else None
         self._total, self.most, self.count = torch.zeros(n_in), torch.zeros(n_in), 0
         self._samples: list[Tensor] = []
 
     def see(self, x: Tensor) -> None:
         """x: (tokens, n_in) f32"""
         if self.hessian is not None:
-            add_gram(self.hessian, x)
+            self.hessian.add(x)
         elif self.count < SAMPLE:
             self._samples.append(x[: SAMPLE - self.count].clone())
         size = x.abs()
         self._total += size.sum(0)
         torch.maximum(self.most, size.amax(0), out=self.most)
         self.count += len(x)
-
-    def finish(self) -> None:
-        """To be called before the Hessian is read: only its lower half was summed."""
-        if self.hessian is not None:
-            mirror(self.hessian)
 
     def drop(self) -> None:
         """Forget what takes memory."""
@@ -59,23 +55,6 @@ class Stats:
     @property
     def sample(self) -> Tensor:
         return torch.cat(self._samples)
-
-
-PANEL = 512
-
-
-def add_gram(total: Tensor, x: Tensor) -> None:
-    """total += x^T x, its panels on and below the diagonal alone: about half of the work for wide inputs."""
-    for low in range(0, x.shape[1], PANEL):
-        high = min(low + PANEL, x.shape[1])
-        total[low:, low:high].addmm_(x[:, low:].T, x[:, low:high])
-
-
-def mirror(total: Tensor) -> None:
-    """Fill what `add_gram` leaves out."""
-    for low in range(0, len(total), PANEL):
-        high = min(low + PANEL, len(total))
-        total[low:high, high:] = total[high:, low:high].T
 
 
 class States:
@@ -138,9 +117,8 @@ class States:
             model.layers[index](self.hidden[at], model.step(batch, self._cache))
             if last is not None:  # what it makes, no linear of the block sees
                 last.idle = True
-        for lazy, stats in zip(lazies, found, strict=True):
+        for lazy in lazies:
             lazy.watch, lazy.idle = None, False
-            stats.finish()
         return found
 
     def watch_norm(self, model: Any, *, hessian: bool) -> Stats:
@@ -148,7 +126,6 @@ class States:
         stats = Stats(self.hidden[0].shape[1], hessian=hessian)
         for hidden in self.hidden:
             stats.see(model.norm(hidden))
-        stats.finish()
         return stats
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from llmx.kernels import Kernels, cpu
 from llmx.quantize import gptq as solver
 from llmx.quantize.gptq import gptq
+from llmx.quantize.gram import Gram
 from llmx.quantize.grids import Rounding, nearest, nearest_errors, round_to_nearest, search, search_in_torch
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason=f"cpu kernels: {cpu.describe()}")
@@ -78,7 +79,7 @@ def test_the_sweep_gives_the_codes_of_torch(
     isa: str, bits: int, rows: int, n_in: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rounding, weight, x = Rounding(bits, 64, True), draw(rows, n_in, seed=5), draw(700, n_in, seed=6)
-    hessian = x.T @ x
+    hessian = Gram.of(x.T @ x)
     got = gptq(weight, hessian, rounding)
     monkeypatch.setattr(solver, "kernels_for", lambda *_: None)
     wanted = gptq(weight, hessian, rounding)

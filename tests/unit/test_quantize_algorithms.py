@@ -7,9 +7,9 @@ from torch import Tensor
 from llmx.quantize import grids, source
 from llmx.quantize.awq import Clipped, clip, find_scales
 from llmx.quantize.gptq import gptq
+from llmx.quantize.gram import Gram
 from llmx.quantize.grids import (
     Rounding,
-    blocks_of,
     nearest,
     pieces,
     ranged,
@@ -89,7 +89,7 @@ def test_the_search_takes_the_range_with_the_least_weighted_error(rounding: Roun
 
 def test_with_a_hessian_the_search_takes_the_range_with_the_least_output_error_of_the_group() -> None:
     weight, x = draw(5, 64), inputs(200, 64)
-    found = nearest(weight, *search(weight, ASYMMETRIC, blocks_of(x.T @ x, 32)), ASYMMETRIC).weight()
+    found = nearest(weight, *search(weight, ASYMMETRIC, Gram.of(x.T @ x).blocks(32)), ASYMMETRIC).weight()
 
     def losses(made: Tensor) -> Tensor:
         return torch.stack([((made - weight)[:, s] @ x[:, s].T).square().sum(1) for s in (slice(32), slice(32, 64))], 1)
@@ -102,7 +102,7 @@ def test_with_a_hessian_the_search_takes_the_range_with_the_least_output_error_o
 def test_a_loss_is_the_squared_error_of_the_outputs() -> None:
     weight, made, x = draw(5, 32), draw(5, 32, seed=9), inputs(50, 32)
     wanted = ((weight - made) @ x.T).square().sum(1)
-    torch.testing.assert_close(row_losses(weight, made, x.T @ x), wanted, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(row_losses(weight, made, Gram.of(x.T @ x)), wanted, rtol=1e-4, atol=1e-4)
 
 
 def surgeon(weight: Tensor, hessian: Tensor, order: list[int], scales: Tensor, zeros: Tensor) -> Tensor:
@@ -130,7 +130,7 @@ def test_gptq_is_the_papers_update_whatever_the_lazy_blocks(rounding: Rounding, 
     order = sorted(range(width), key=lambda i: -float(diagonal[i])) if act_order else list(range(width))
     scales, zeros = search(weight, rounding, diagonal + diagonal.mean() * 1e-3)
     wanted = surgeon(weight, damped, order, scales, zeros)
-    solved = gptq(weight, hessian, rounding, damp=0.01, act_order=act_order)
+    solved = gptq(weight, Gram.of(hessian), rounding, damp=0.01, act_order=act_order)
     assert solved.damp == 0.01
     assert (solved.grid.codes == wanted).float().mean() > 0.995  # a tie in f32 may go the other way
 
@@ -138,7 +138,7 @@ def test_gptq_is_the_papers_update_whatever_the_lazy_blocks(rounding: Rounding, 
 @BOTH
 def test_gptq_is_much_better_than_round_to_nearest_and_never_worse_in_any_row(rounding: Rounding) -> None:
     weight, x = draw(40, 128), inputs(1000, 128)
-    solved = gptq(weight, x.T @ x, rounding)
+    solved = gptq(weight, Gram.of(x.T @ x), rounding)
     direct = ((solved.grid.weight() - weight) @ x.T).square().sum(1)
     plain = ((round_to_nearest(weight, rounding).weight() - weight) @ x.T).square().sum(1)
     torch.testing.assert_close(solved.losses, direct, rtol=1e-3, atol=1e-3)
@@ -150,9 +150,9 @@ def test_gptq_is_much_better_than_round_to_nearest_and_never_worse_in_any_row(ro
 def test_stacked_rows_get_what_they_get_alone() -> None:
     first, second, x = draw(3, 64), draw(5, 64, seed=4), inputs(300, 64)
     hessian = x.T @ x
-    both = gptq(torch.cat([first, second]), hessian, SYMMETRIC)
+    both = gptq(torch.cat([first, second]), Gram.of(hessian), SYMMETRIC)
     for rows, weight in ((slice(3), first), (slice(3, 8), second)):
-        alone = gptq(weight, hessian, SYMMETRIC)
+        alone = gptq(weight, Gram.of(hessian), SYMMETRIC)
         assert (both.grid.codes[rows] == alone.grid.codes).float().mean() > 0.99
         torch.testing.assert_close(both.losses[rows], alone.losses, rtol=0.05, atol=0)
 
@@ -160,7 +160,7 @@ def test_stacked_rows_get_what_they_get_alone() -> None:
 def test_dead_inputs_are_rounded_to_nearest_and_bend_nothing() -> None:
     weight, x = draw(8, 64), inputs(300, 64)
     x[:, [5, 40]] = 0
-    solved = gptq(weight, x.T @ x, SYMMETRIC)
+    solved = gptq(weight, Gram.of(x.T @ x), SYMMETRIC)
     assert solved.dead == 2
     alone = nearest(weight, solved.grid.scales, solved.grid.zeros.float(), SYMMETRIC)
     assert torch.equal(solved.grid.codes[:, [5, 40]], alone.codes[:, [5, 40]])
@@ -170,7 +170,7 @@ def test_dead_inputs_are_rounded_to_nearest_and_bend_nothing() -> None:
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_a_hessian_of_few_tokens_is_factored_with_damping(tokens: int) -> None:
     weight, x = draw(8, 64), inputs(tokens, 64) * 1e4
-    solved = gptq(weight, x.T @ x, SYMMETRIC, damp=0.0)
+    solved = gptq(weight, Gram.of(x.T @ x), SYMMETRIC, damp=0.0)
     assert solved.damp is not None
     assert solved.damp > 0
     assert solved.losses.sum() <= solved.nearest.sum()
@@ -180,7 +180,7 @@ def test_a_hessian_that_is_not_positive_raises_the_damping_until_it_is() -> None
     weight, x = draw(8, 64), inputs(300, 64)
     hessian = x.T @ x
     hessian -= torch.eye(64) * hessian.diagonal().mean() * 0.05
-    solved = gptq(weight, hessian, SYMMETRIC, damp=0.01)
+    solved = gptq(weight, Gram.of(hessian), SYMMETRIC, damp=0.01)
     assert solved.damp in (0.02, 0.04, 0.08, 0.16)
 
 
@@ -189,7 +189,7 @@ def test_without_a_finite_hessian_the_rows_are_rounded_to_nearest_and_it_is_said
     weight, x = draw(8, 64), inputs(300, 64)
     hessian = x.T @ x
     hessian[3, 3] = value
-    solved = gptq(weight, hessian, SYMMETRIC)
+    solved = gptq(weight, Gram.of(hessian), SYMMETRIC)
     assert solved.damp is None
     assert torch.equal(solved.grid.codes, round_to_nearest(weight, SYMMETRIC).codes)
 
@@ -202,7 +202,7 @@ def effective_error(weight: Tensor, x: Tensor, scales: Tensor) -> float:
 
 def test_awq_scales_up_what_matters_and_its_losses_are_output_errors() -> None:
     weights, x = [draw(24, 64), draw(12, 64, seed=8)], inputs(400, 64)
-    found = find_scales(weights, x.T @ x, x.abs().mean(0), ASYMMETRIC, torch.arange(64), 64)
+    found = find_scales(weights, Gram.of(x.T @ x), x.abs().mean(0), ASYMMETRIC, torch.arange(64), 64)
     assert found.loss < 0.9 * found.plain
     large = torch.arange(64) % 17 == 3
     assert found.scales[large].min() > found.scales[~large].median()
@@ -216,7 +216,7 @@ def test_awq_scales_up_what_matters_and_its_losses_are_output_errors() -> None:
 def test_awq_leaves_alone_what_no_scale_makes_better() -> None:
     weight = round_to_nearest(draw(24, 64), ASYMMETRIC).weight()  # on its grid already
     x = inputs(400, 64)
-    found = find_scales([weight], x.T @ x, x.abs().mean(0), ASYMMETRIC, torch.arange(64), 64)
+    found = find_scales([weight], Gram.of(x.T @ x), x.abs().mean(0), ASYMMETRIC, torch.arange(64), 64)
     assert (found.scales == 1).all()
     assert found.loss == found.plain
 
@@ -224,7 +224,7 @@ def test_awq_leaves_alone_what_no_scale_makes_better() -> None:
 def test_inputs_that_one_producer_makes_share_a_scale() -> None:
     weight, x = draw(24, 64), inputs(400, 64)
     owner = torch.arange(64) % 16  # four heads look at one head's values
-    found = find_scales([weight], x.T @ x, x.abs().mean(0), ASYMMETRIC, owner, 16)
+    found = find_scales([weight], Gram.of(x.T @ x), x.abs().mean(0), ASYMMETRIC, owner, 16)
     assert found.scales.shape == (16,)
     assert found.loss <= found.plain
     assert found.loss == pytest.approx(effective_error(weight, x, found.scales[owner]), rel=1e-2)
@@ -233,7 +233,7 @@ def test_inputs_that_one_producer_makes_share_a_scale() -> None:
 def test_awq_survives_silent_inputs() -> None:
     weight, x = draw(24, 64), inputs(400, 64)
     x[:, 7] = 0
-    found = find_scales([weight], x.T @ x, x.abs().mean(0), ASYMMETRIC, torch.arange(64), 64)
+    found = find_scales([weight], Gram.of(x.T @ x), x.abs().mean(0), ASYMMETRIC, torch.arange(64), 64)
     assert found.scales.isfinite().all()
     assert (found.scales > 0).all()
 
@@ -242,7 +242,7 @@ def test_clipped_codes_are_no_worse_than_round_to_nearest_of_the_scaled_weights_
     weight, x = draw(24, 64), inputs(400, 64)
     scales = draw(64, seed=6).abs() + 0.5
     hessian = x.T @ x
-    clipped = clip(weight, scales, torch.ones(24), hessian, ASYMMETRIC)
+    clipped = clip(weight, scales, torch.ones(24), Gram.of(hessian), ASYMMETRIC)
     direct = ((x / scales) @ clipped.grid.weight().T - x @ weight.T).square().sum(0)
     torch.testing.assert_close(clipped.losses, direct, rtol=1e-2, atol=1e-2)
     made = round_to_nearest(weight * scales, ASYMMETRIC).weight()
@@ -257,8 +257,8 @@ def test_pieces_of_matrices_give_what_whole_ones_do(monkeypatch: pytest.MonkeyPa
     assert torch.equal(rows_of(weights, 140, 170), torch.cat([weights[0][140:], weights[1][:20]]).float())
 
     def made() -> tuple[Tensor, Clipped]:
-        found = find_scales(weights, x.T @ x, x.abs().mean(0), ASYMMETRIC, torch.arange(256), 256)
-        return found.scales, clip(weights[0], found.scales, rows, x.T @ x, ASYMMETRIC)
+        found = find_scales(weights, Gram.of(x.T @ x), x.abs().mean(0), ASYMMETRIC, torch.arange(256), 256)
+        return found.scales, clip(weights[0], found.scales, rows, Gram.of(x.T @ x), ASYMMETRIC)
 
     scales, whole = made()
     with monkeypatch.context() as patch:
