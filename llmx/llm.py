@@ -13,6 +13,7 @@ import uuid
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from llmx.config import EngineConfig, EngineInfo, Metrics
@@ -32,37 +33,51 @@ Prompt = str | Sequence[int]
 POLL_SECONDS = 0.2
 
 
-Asleep = dict[asyncio.AbstractEventLoop, list[asyncio.Event]]
+Asleep = dict[asyncio.AbstractEventLoop, list[Callable[[], None]]]
 
 
 def wake(asleep: Asleep) -> None:
     """From another thread. A loop is interrupted once for all that a step said: each time costs it a system call."""
-    for loop, events in asleep.items():
+    for loop, readers in asleep.items():
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody reads any more
-            loop.call_soon_threadsafe(_set, events)
+            loop.call_soon_threadsafe(_call, readers)
 
 
-def _set(events: list[asyncio.Event]) -> None:
-    for event in events:
-        event.set()
+def _call(readers: list[Callable[[], None]]) -> None:
+    for reader in readers:
+        reader()
 
 
 class Mailbox:
-    """Messages from the pump's thread to whoever reads: a plain thread, or a coroutine on its event loop."""
+    """Messages from the pump's thread to whoever reads: a thread, a coroutine, or a callback on its event loop."""
 
     def __init__(self) -> None:
         self._items: deque[tuple[Stream, Message]] = deque()
         self._ready = threading.Condition()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._event: asyncio.Event | None = None
+        self._reader: Callable[[], None] | None = None
 
     def put(self, stream: Stream, message: Message, asleep: Asleep) -> None:
-        """asleep: takes the coroutine that may wait for this, for `wake`."""
+        """asleep: takes what is to be called on an event loop because of this, for `wake`."""
         with self._ready:
             self._items.append((stream, message))
             self._ready.notify()
-            if self._loop is not None and self._event is not None:
-                asleep.setdefault(self._loop, []).append(self._event)
+            if self._loop is not None and self._reader is not None:
+                asleep.setdefault(self._loop, []).append(self._reader)
+
+    def follow(self, reader: Callable[[], None]) -> None:
+        """From an event loop: `reader` is called on it when something has come, and now."""
+        with self._ready:
+            self._loop, self._reader = asyncio.get_running_loop(), reader
+        reader()
+
+    def empty(self) -> list[tuple[Stream, Message]]:
+        """All that is there."""
+        with self._ready:
+            items = list(self._items)
+            self._items.clear()
+        return items
 
     def get(self) -> tuple[Stream, Message]:
         with self._ready:
@@ -77,6 +92,7 @@ class Mailbox:
                     return self._items.popleft()
                 if self._event is None:
                     self._loop, self._event = asyncio.get_running_loop(), asyncio.Event()
+                    self._reader = self._event.set
                 self._event.clear()
             await self._event.wait()
 
@@ -95,7 +111,8 @@ class Choice:
 
 
 class Stream:
-    """The deltas of one request: iterate plainly or with `async for`; it ends after every choice has finished.
+    """The deltas of one request: iterate plainly or with `async for`, or `follow` it; it ends after every choice has
+    finished.
 
     `cached_tokens`, `started` (when it left the queue, by time.monotonic()) and `prompt_logprobs` are known from the
     first delta on. LlmxError if the engine fails on the way.
@@ -115,6 +132,7 @@ class Stream:
             for _ in range(request.params.n)
         ]
         self._deltas: deque[Delta] = deque()
+        self._followed = False  # to its end
 
     @property
     def done(self) -> bool:
@@ -146,6 +164,29 @@ class Stream:
                 raise StopAsyncIteration
             self.take((await self._mailbox.get_async())[1])
         return self._deltas.popleft()
+
+    def follow(self, hear: Callable[[Delta | Exception | None], None]) -> None:
+        """Instead of iterating, from an event loop: `hear` gets each delta as it comes, then None, or what failed.
+
+        For who serves many streams: a task that waits for each costs more than what it has to say.
+        """
+        self._mailbox.follow(partial(self._pass_on, hear))
+
+    def _pass_on(self, hear: Callable[[Delta | Exception | None], None]) -> None:
+        for _, message in self._mailbox.empty():
+            if self._followed:
+                return
+            try:
+                self.take(message)
+                while self._deltas:
+                    hear(self._deltas.popleft())
+                self._followed = self.done
+            except Exception as error:
+                self._followed = True
+                hear(error)
+            else:
+                if self._followed:
+                    hear(None)
 
     def __enter__(self) -> Stream:
         return self

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
@@ -83,12 +81,8 @@ class ChatReply(Reply):
         self.answers = answers
         self.ids = [f"call_{uuid.uuid4().hex[:24]}" for _ in answers]  # of each answer's calls, before their numbers
 
-    async def deltas(self) -> AsyncGenerator[tuple[int, Delta], None]:
-        async with aclosing(super().deltas()) as deltas:
-            async for index, delta in deltas:
-                yield index, self._hear(self.answers[index], delta)
-
-    def _hear(self, answer: Answer, delta: Delta) -> Delta:
+    def hear(self, index: int, delta: Delta) -> Delta:
+        answer = self.answers[index]
         parts = answer.push(delta.text, delta.token_ids)
         reason = delta.finish_reason
         if reason is not None:

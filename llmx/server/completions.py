@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -98,12 +97,10 @@ class CompletionReply(Reply):
         count = len(generation.streams) * generation.n
         self.logprobs = [CompletionLogprobs(texts) for _ in range(count)] if body.logprobs is not None else None
 
-    async def deltas(self) -> AsyncGenerator[tuple[int, Delta], None]:
-        async with aclosing(super().deltas()) as deltas:
-            async for index, delta in deltas:
-                if self.body.prompt_only:
-                    delta = Delta(delta.index, "", (), finish_reason=delta.finish_reason and "length")
-                yield index, delta
+    def hear(self, index: int, delta: Delta) -> Delta:
+        if self.body.prompt_only:
+            return Delta(delta.index, "", (), finish_reason=delta.finish_reason and "length")
+        return delta
 
     def _generated(self, index: int, delta: Delta) -> dict[str, Any] | None:
         if self.logprobs is None:

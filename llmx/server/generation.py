@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Coroutine, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.types import Receive
@@ -48,7 +49,6 @@ class Generation:
         self.streams: list[Stream] = []
         self._place, self._live = place, live
         self._queue: asyncio.Queue[tuple[int, Delta] | Exception | None] = asyncio.Queue()
-        self._tasks: list[asyncio.Task[None]] = []
         self._moved = asyncio.Event()  # it has left the engine's queue, or failed
         self._failure: Exception | None = None
         self.opened = time.monotonic()
@@ -64,7 +64,8 @@ class Generation:
     def begin(self) -> None:
         """Lets what the engine says come in. From the event loop."""
         self._live.add(self)
-        self._tasks = [asyncio.create_task(self._pump(at, stream)) for at, stream in enumerate(self.streams)]
+        for at, stream in enumerate(self.streams):
+            stream.follow(partial(self._hear, at))
 
     def __enter__(self) -> Generation:
         return self
@@ -72,8 +73,6 @@ class Generation:
     def __exit__(self, *_: object) -> None:
         self._live.discard(self)
         self._end("abort")
-        for task in self._tasks:
-            task.cancel()
 
     @property
     def waiting(self) -> bool:
@@ -117,22 +116,23 @@ class Generation:
                 self.completion_tokens += 0 if self.prompt_only else len(delta.token_ids)
                 yield at * self.n + delta.index, delta
 
-    async def _pump(self, at: int, stream: Stream) -> None:
+    def _hear(self, at: int, said: Delta | Exception | None) -> None:
         """As fast as the engine goes, however slowly the client reads: what has ended makes room for others."""
         watch = self._watches[at]
-        try:
-            async for delta in stream:
+        match said:
+            case Delta():
                 if not watch.began:
-                    self._place.begun(len(stream.prompt_token_ids))
+                    self._place.begun(len(self.streams[at].prompt_token_ids))
                     self._moved.set()
-                watch.saw(delta)
-                if delta.finish_reason:
+                watch.saw(said)
+                if said.finish_reason:
                     self._place.ended()
-                self._queue.put_nowait((at, delta))
-            self._queue.put_nowait(None)
-        except Exception as error:
-            watch.close("error")
-            self._broke(error)
+                self._queue.put_nowait((at, said))
+            case None:
+                self._queue.put_nowait(None)
+            case _:
+                watch.close("error")
+                self._broke(said)
 
     def usage(self) -> dict[str, Any]:
         """OpenAI's usage object; each prompt counts once, however many choices it has."""

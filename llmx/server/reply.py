@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, ClassVar
 
 from fastapi.responses import JSONResponse
@@ -86,9 +87,9 @@ class Reply(ABC):
     def usage(self) -> dict[str, Any]:
         return self.generation.usage()
 
-    def deltas(self) -> AsyncGenerator[tuple[int, Delta], None]:
-        """(choice, delta), as the endpoint wants to see them."""
-        return self.generation.deltas()
+    def hear(self, index: int, delta: Delta) -> Delta:
+        """What comes of choice `index`, as the endpoint wants to see it."""
+        return delta
 
     def extra(self) -> dict[str, Any]:
         """Fields beside `choices` in a plain answer."""
@@ -98,18 +99,28 @@ class Reply(ABC):
         """The plain answer, once everything has finished. Raises LlmxError."""
         count = len(self.generation.streams) * self.generation.n
         choices = [Choice() for _ in range(count)]
-        async with aclosing(self.deltas()) as deltas:
+        async with aclosing(self.generation.deltas()) as deltas:
             async for index, delta in deltas:
-                choices[index].add(delta)
+                choices[index].add(self.hear(index, delta))
         shapes = [self.whole(index, choice) for index, choice in enumerate(choices)]
         return self._object(self.object, shapes) | {"usage": self.usage()} | self.extra()
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """The answer as server-sent events. A failure becomes an event too: the status line has long been sent."""
+        """The answer as server-sent events, those of a delta in one piece. A failure becomes an event too: the status
+        line has long been sent."""
+        opened: set[int] = set()
         try:
-            async with aclosing(self._chunks()) as chunks:
-                async for chunk in chunks:
-                    yield event(chunk)
+            async with aclosing(self.generation.deltas()) as deltas:
+                async for index, delta in deltas:
+                    delta = self.hear(index, delta)
+                    shapes = []
+                    if index not in opened:
+                        opened.add(index)
+                        shapes += [first] if (first := self.opening(index)) else []
+                    if shapes := [*shapes, *self.pieces(index, delta)]:
+                        yield b"".join(map(self._chunk, shapes))
+            if self.include_usage:
+                yield event(self._object(self.chunk_object, []) | {"usage": self.usage()})
         except Exception as error:
             self.failed = True
             status, shape = describe(error)
@@ -118,26 +129,19 @@ class Reply(ABC):
             yield event(shape)
         yield DONE
 
-    async def _chunks(self) -> AsyncGenerator[dict[str, Any], None]:
-        seen: set[int] = set()
-        async with aclosing(self.deltas()) as deltas:
-            async for index, delta in deltas:
-                if index not in seen:
-                    seen.add(index)
-                    if first := self.opening(index):
-                        yield self._chunk(first)
-                for shape in self.pieces(index, delta):
-                    yield self._chunk(shape)
-        if self.include_usage:
-            yield self._object(self.chunk_object, []) | {"usage": self.usage()}
-
-    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
-        chunk = self._object(self.chunk_object, [choice])
+    def _chunk(self, choice: dict[str, Any]) -> bytes:
+        """An event with one choice. What all of them begin with is written once."""
+        usage = ""
         if self.usage_so_far:
-            chunk["usage"] = self.usage()
+            usage = f',"usage":{JSON.encode(self.usage())}'
         elif self.include_usage:
-            chunk["usage"] = None
-        return chunk
+            usage = ',"usage":null'
+        return f"data: {self._beginning}[{JSON.encode(choice)}]{usage}}}\n\n".encode()
+
+    @cached_property
+    def _beginning(self) -> str:
+        """An event's JSON up to its choices."""
+        return JSON.encode(self._object(self.chunk_object, [])).removesuffix("[]}")
 
     def _object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {**self.head, "object": kind, "choices": choices}

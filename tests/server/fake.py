@@ -69,10 +69,25 @@ class FakeStream:
     prompt_logprobs: None = None
     aborted: bool = False
     ended: asyncio.Event = field(default_factory=asyncio.Event)
+    following: asyncio.Task[None] | None = None
 
     def abort(self) -> None:
         self.aborted = not self.ended.is_set() or self.aborted
         self.ended.set()
+        if self.following is not None:
+            self.following.cancel()
+
+    def follow(self, hear: Callable[[Delta | Exception | None], None]) -> None:
+        async def pass_on() -> None:
+            try:
+                async for delta in self:
+                    hear(delta)
+            except LlmxError as error:
+                hear(error)
+            else:
+                hear(None)
+
+        self.following = asyncio.create_task(pass_on())
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
         step = 0

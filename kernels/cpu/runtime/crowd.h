@@ -80,7 +80,9 @@ class Crowd {
   }
 
  private:
-  static constexpr int64_t LOOK = 16 * MS, TRIAL = 30 * MS, SHORTEST = 50 * MS, LONGEST = 400 * MS;
+  // Long enough that a neighbour that works in bursts (whoever sends a step's tokens on to many clients) is seen at its
+  // share, and not at what it takes while it works.
+  static constexpr int64_t LOOK = 64 * MS, TRIAL = 40 * MS, SHORTEST = 50 * MS, LONGEST = 400 * MS;
   int fewer = 0;
   bool fresh = true;
   int64_t looked = 0;
