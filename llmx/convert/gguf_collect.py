@@ -77,8 +77,8 @@ def collect(located: Located, texts: Sequence[Sequence[int]], say: Say) -> dict[
         kv_dtype=torch.float32,
         device=CPU,
         prefix_caching=False,
+        record=False,  # a replay passes no Watched again
     )
-    engine.graphs.recorder = None  # what is recorded once and replayed passes no Watched again
     params = SamplingParams(temperature=0.0, max_tokens=1, seed=0)
     for index, text in enumerate(texts):
         if index % 8 == 0:

@@ -76,9 +76,11 @@ class Engine:
         device: torch.device,
         prefix_caching: bool = True,
         poison: bool = False,
+        record: bool = True,
         tokenizer: Callable[[], Tokenizer] | None = None,
     ) -> None:
-        """tokenizer: reads the model's, at the first request with a grammar."""
+        """record: forwards may be recorded and replayed, which passes no Python of the model's again. tokenizer: reads
+        the model's, at the first request with a grammar."""
         drafter = drafter or NoDrafter()
         needs, specs = drafter.needs, model.specs
         every = [*specs, *needs.layers]
@@ -93,7 +95,7 @@ class Engine:
         self.cache = Cache(
             every, len(specs), blocks, size, tap_dim=tap_dim, dtype=kv_dtype, device=device, poison=poison
         )
-        self.graphs = Graphs(model, self.cache, limits.running)
+        self.graphs = Graphs(model, self.cache, limits.running, record)
         self.steady = Steady(self.graphs, needs)
         self.lent = Lent(model, self.cache, model.kernels)
         self.grammars = Grammars(tokenizer, model.config.vocab)

@@ -82,11 +82,11 @@ class Graphs:
     model whose forward has torch ops between the native ones runs without, and says so in the debug log.
     """
 
-    def __init__(self, model: Any, cache: Cache, rows: int = ROOMS[-1]) -> None:
-        """rows: most in one batch."""
+    def __init__(self, model: Any, cache: Cache, rows: int = ROOMS[-1], record: bool = True) -> None:
+        """rows: most in one batch. record: False where Python of the model's own has to see every forward."""
         self.model, self.cache, self._rows = model, cache, rows
         kernels = model.kernels
-        usable = model.group.size == 1 and kernels.has("recorder") and os.environ.get("LLMX_GRAPH") != "0"
+        usable = record and model.group.size == 1 and kernels.has("recorder") and os.environ.get("LLMX_GRAPH") != "0"
         self.recorder = kernels.get("recorder")() if usable else None
         self._graphs: OrderedDict[Key, Graph] = OrderedDict()
         self._seen: OrderedDict[Key, None] = OrderedDict()
