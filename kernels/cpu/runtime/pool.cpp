@@ -19,6 +19,8 @@ namespace {
 constexpr int64_t PATIENCE = 150000;  // ns: longer than Python needs from one op to the next
 constexpr int SPINS = 64;  // between looks at the clock: a pause is 3 cycles on some processors, 140 on others
 constexpr int MOST = 256;
+constexpr int64_t AHEAD = 192 * 1024;  // bytes that a thread asks for before a job: what its second-level cache can keep
+constexpr int64_t LINE = 64, LINES = 8;  // asked for between two looks for a job
 
 inline void relax() {
 #if defined(__x86_64__)
@@ -65,6 +67,8 @@ struct Member {
   Bed bed;
   Delay delay;
   std::atomic<bool> ready{false};  // its delay can be read
+  // What it asks for while it waits: up to where it has, and where that ends.
+  const uint8_t *announced = nullptr, *asked = nullptr, *last = nullptr;
   void* memory = nullptr;
   int64_t size = 0;
 };
@@ -85,6 +89,25 @@ struct Pool {
   int helpers = 0;
   bool full = false;  // the system gives no more threads
   Member members[MOST];
+
+  alignas(64) std::atomic<const uint8_t*> next{nullptr};  // what will be read, see `ahead`
+  std::atomic<int64_t> next_bytes{0};
+
+  // Asks for a little of what it will read. False if there is nothing more.
+  bool ask(int thread, int team) {
+    Member& mine = members[thread];
+    const uint8_t* at = next.load(std::memory_order_acquire);
+    if (at != mine.announced) {
+      const int64_t bytes = next_bytes.load(std::memory_order_relaxed);
+      const int64_t from = bytes * thread / team / LINE * LINE, to = bytes * (thread + 1) / team;
+      mine.announced = mine.asked = mine.last = at;
+      if (at != nullptr) mine.asked += from, mine.last += to - from < AHEAD ? to : from + AHEAD;
+    }
+    if (mine.asked >= mine.last) return false;
+    for (int line = 0; line < LINES; ++line) __builtin_prefetch(mine.asked + LINE * line, 0, 2);
+    mine.asked += LINES * LINE;
+    return true;
+  }
 
   int64_t work(uint32_t job, int thread, int team) {
     int64_t finished = 0;
@@ -123,6 +146,8 @@ struct Pool {
         last = job;
         if (work(job, thread, team)) members[0].bed.wake();
         since = 0, spins = 0;
+      } else if (team > thread && ask(thread, team)) {
+        spins = 0;
       } else if (spins % SPINS != 0) {
         relax();
       } else if (const int64_t at = now(); since == 0) {
@@ -158,14 +183,15 @@ struct Pool {
     current.store(number, std::memory_order_seq_cst);
     for (int thread = 1; thread < team; ++thread) members[thread].bed.wake();
     work(number, 0, team);
-    wait(tasks);
+    wait(tasks, team);
   }
 
   // Until others have done the last tasks. After a while asleep: a thread that lost its core can then have this one.
-  void wait(int64_t tasks) {
+  void wait(int64_t tasks, int team) {
     const auto finished = [&] { return done.load(std::memory_order_seq_cst) == tasks; };
     int64_t since = 0;
     for (int spins = 1; !finished(); ++spins) {
+      if (ask(0, team)) continue;
       relax();
       if (spins % SPINS != 0) continue;
       const int64_t at = now();
@@ -249,6 +275,13 @@ void each(Task run, void* context, int64_t tasks, int threads) {
     if (team > 1) return p.share(run, context, tasks, team < tasks ? team : static_cast<int>(tasks));
   }
   for (int64_t t = 0; t < tasks; ++t) run(context, t, 0);
+}
+
+void ahead(const void* at, int64_t bytes) {
+  Pool& p = pool();
+  if (p.next.load(std::memory_order_relaxed) == at) return;  // waiting threads look at it all the time
+  p.next_bytes.store(bytes, std::memory_order_relaxed);
+  p.next.store(static_cast<const uint8_t*>(at), std::memory_order_release);
 }
 
 void* scratch(int thread, int64_t bytes) {
