@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,7 @@ def convert(located: Located, wanted: Wanted, tell: Tell, say: Say) -> dict[str,
     _check_free(paths, located, wanted.force)
     began = time.monotonic()
     with InOrder(wanted.threads or thread_count()) as threads:
-        tensors = _Tensors(source, importance, threads, sum(entry.nbytes for entry in entries), tell)
+        tensors = _Tensors(source, importance, entries, threads, tell)
         write_parts(paths, parts, tensors.data, read_back)
     results["seconds"] = time.monotonic() - began
     return results
@@ -140,27 +141,35 @@ def _matched(
 
 
 class _Tensors:
-    """The bytes of each tensor, made when they are written: some rows on each thread, in order."""
+    """The bytes of each tensor, made shortly before they are written: some rows on each thread, in order. While the
+    last rows of a tensor are made, the first of the next are begun: most tensors are few rows."""
 
     def __init__(
-        self, source: GgufSource, importance: Mapping[str, Numbers], threads: InOrder, total: int, tell: Tell
+        self,
+        source: GgufSource,
+        importance: Mapping[str, Numbers],
+        entries: Sequence[Entry],
+        threads: InOrder,
+        tell: Tell,
     ) -> None:
-        self._source, self._importance, self._threads = source, importance, threads
-        self._total, self._tell, self._done = total, tell, 0
+        self._source, self._importance, self._tell = source, importance, tell
+        self._total, self._done = sum(entry.nbytes for entry in entries), 0
         self._quantize = Kernels("cpu").get("quantize_blocks")
+        self._made = threads.map(chain.from_iterable(map(self._calls, entries)))
 
     def data(self, entry: Entry) -> Iterator[memoryview]:
-        same = self._source.as_stored(entry.name, entry.kind)
-        for part in self._made(self._calls(entry) if same is None else self._copies(entry, same)):
-            piece = part.reshape(-1).data
-            yield piece
-            self._done += piece.nbytes
-            self._tell(self._done, self._total)
+        """Of the next one of the entries."""
+        end = self._done + entry.nbytes
+        while self._done < end:
+            for part in next(self._made):
+                yield part.reshape(-1).data
+                self._done += part.nbytes
+                self._tell(self._done, self._total)
         self._source.release(entry.name)
 
-    def _made(self, calls: Iterator[Callable[[], list[Bytes]]]) -> Iterator[Bytes]:
-        for made in self._threads.map(calls):
-            yield from made
+    def _calls(self, entry: Entry) -> Iterator[Callable[[], list[Bytes]]]:
+        same = self._source.as_stored(entry.name, entry.kind)
+        return self._makes(entry) if same is None else self._copies(entry, same)
 
     def _copies(self, entry: Entry, stored: Iterator[Bytes]) -> Iterator[Callable[[], list[Bytes]]]:
         for rows in stored:
@@ -171,7 +180,7 @@ class _Tensors:
             raise LlmxError(NO_NUMBERS.format(entry.name))
         return [rows]
 
-    def _calls(self, entry: Entry) -> Iterator[Callable[[], list[Bytes]]]:
+    def _makes(self, entry: Entry) -> Iterator[Callable[[], list[Bytes]]]:
         row = 0
         for rows in self._source.numbers(entry.name):
             yield partial(self._make, entry, rows, row)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import gguf
@@ -16,8 +16,10 @@ from tiny_models import every_tiny, make
 from llmx.convert import hf
 from llmx.convert.gguf_check import HALVES, holds_numbers
 from llmx.convert.gguf_run import Wanted, convert
+from llmx.convert.gguf_source import FileSource, Rows
 from llmx.convert.gguf_types import MIXTURES, Asked
 from llmx.errors import LlmxError
+from llmx.formats import gguf_write
 from llmx.formats.gguf import open_gguf
 from llmx.formats.hub import Located
 from tests.unit.test_convert_gguf import with_tokenizer
@@ -135,3 +137,44 @@ def test_tensors_by_which_a_split_model_is_checked_are_those_of_each_part(folder
     results = convert(Located("hf", folder, "model"), wanted, lambda done, total: None, lambda line: None)
     assert len(results["paths"]) > 2
     assert len(open_gguf(Path(results["paths"][0])).names()) == len(results["tensors"])
+
+
+def test_the_disk_is_told_to_begin_with_each_part_of_a_file_once(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written(folder, tmp_path / "a.gguf", "q8_0")
+    told: list[tuple[int, int]] = []
+    monkeypatch.setattr(gguf_write, "AHEAD", 10_000)
+    monkeypatch.setattr(gguf_write, "begin_writing", lambda file, start, count: told.append((start, start + count)))
+    written(folder, tmp_path / "b.gguf", "q8_0")
+    assert [start for start, _ in told] == [0, *(end for _, end in told[:-1])]
+    assert 0 <= (tmp_path / "b.gguf").stat().st_size - told[-1][1] < 10_000 + 32
+    monkeypatch.undo()
+    monkeypatch.setattr(gguf_write, "AHEAD", 10_000)
+    for call in (gguf_write._sync_file_range, lambda: None, lambda: lambda *numbers: -1):
+        monkeypatch.setattr(gguf_write, "_sync_file_range", call)
+        written(folder, tmp_path / "c.gguf", "q8_0")
+        assert (tmp_path / "c.gguf").read_bytes() == (tmp_path / "a.gguf").read_bytes()
+        (tmp_path / "c.gguf").unlink()
+
+
+def test_the_next_tensors_are_begun_before_one_is_written(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else threads wait at each tensor's end, and most tensors are made in one piece."""
+    written(folder, tmp_path / "a.gguf", "bf16")
+    begun: list[str] = []
+    numbers = FileSource.numbers
+
+    def watched(self: FileSource, name: str) -> Iterator[Rows]:
+        begun.append(name)
+        return numbers(self, name)
+
+    monkeypatch.setattr(FileSource, "numbers", watched)
+    at_first: list[str] = []
+    wanted = Wanted(Asked("q8_0"), tmp_path / "b.gguf", threads=3)
+    source = Located("gguf", tmp_path / "a.gguf", "a")
+    convert(source, wanted, lambda done, total: at_first or at_first.extend(begun), lambda line: None)
+    assert len(at_first) > 1
+    assert len(begun) > len(at_first)  # but not all of them at once
+    assert len(begun) == len(set(begun))
