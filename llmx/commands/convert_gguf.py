@@ -15,6 +15,8 @@ from llmx.commands.ready import identity, progress, ready, ticker
 from llmx.errors import UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from llmx.convert.arrays import Numbers
     from llmx.formats.hub import Located
 
@@ -111,6 +113,7 @@ def convert_gguf(
     from llmx.device import chosen_threads, use_threads, yield_while_waiting
     from llmx.formats import identity as weights
     from llmx.formats.hub import locate
+    from llmx.formats.hub_data import is_hub_name
     from llmx.report import Report
 
     yield_while_waiting()
@@ -120,9 +123,13 @@ def convert_gguf(
     wanted = Wanted(asked, path, most, pretokenizer, imatrix, force=force, dry_run=dry_run, threads=count)
     if (calib or measure) and not dry_run:
         use_threads(count)
-    if calib and not dry_run:
+    if calib and dry_run:
+        if not is_hub_name(calib):  # nothing is fetched for a dry run
+            _read(located, calib, samples, seq_len)
+    elif calib:
         check(located, wanted)
-        importance, about = _collect(located, calib, samples, seq_len, save_imatrix)
+        texts = _read(located, calib, samples, seq_len)
+        importance, about = _collect(located, texts, calib, seq_len, save_imatrix)
         wanted = replace(wanted, importance=importance, collected=about)
     with progress(f"writing {path.name}") as tell:  # imports torch only for what has to be unpacked
         results = convert(located, wanted, tell, lambda line: typer.echo(line, err=True))
@@ -144,17 +151,23 @@ def convert_gguf(
             typer.echo(written)
 
 
-def _collect(
-    located: Located, calib: str, samples: int, length: int, keep: Path | None
-) -> tuple[dict[str, Numbers], dict[str, Any]]:
-    """Importance from a text, read by the model itself, and what is said of it."""
-    from llmx.convert.gguf_collect import as_importance, collect
-    from llmx.convert.gguf_importance import chunks_of, write_importance
+def _read(located: Located, calib: str, samples: int, length: int) -> Sequence[Sequence[int]]:
+    """The texts of --calib as the model's tokens. UsageError where there are none."""
     from llmx.quantize.calibration import read
 
     with ticker() as say:
-        texts = read(calib, located, samples, length, say)
-        sums = collect(located, texts.texts, say)
+        return read(calib, located, samples, length, say).texts
+
+
+def _collect(
+    located: Located, texts: Sequence[Sequence[int]], calib: str, length: int, keep: Path | None
+) -> tuple[dict[str, Numbers], dict[str, Any]]:
+    """Importance from texts, read by the model itself, and what is said of it."""
+    from llmx.convert.gguf_collect import as_importance, collect
+    from llmx.convert.gguf_importance import chunks_of, write_importance
+
+    with ticker() as say:
+        sums = collect(located, texts, say)
     if keep is not None:
         write_importance(keep, sums, length, calib)
     return as_importance(sums), {"dataset": calib, "chunks_count": chunks_of(sums, length)}

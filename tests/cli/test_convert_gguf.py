@@ -135,6 +135,22 @@ def test_what_stands_in_the_way_is_said_before_a_text_is_read(
     assert sorted(path.name for path in tmp_path.iterdir() if path.suffix == ".gguf") == ["a.gguf", "i.gguf"]
 
 
+def test_a_dry_run_looks_at_the_text_too(llmx: Callable[..., Result], model: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "text.txt").write_text("Hello world. " * 20)
+    for name, said in (("none.txt", "none.txt can't be read"), ("empty.txt", "empty.txt holds no text")):
+        ran, dry = (llmx("convert-gguf", model, "--calib", name, *more) for more in ((), ("--dry-run",)))
+        assert (ran.exit_code, dry.exit_code) == (2, 2)
+        (wanted,) = (line for line in ran.stderr.splitlines() if line.startswith("error:"))
+        assert said in wanted
+        assert wanted in dry.stderr.splitlines()
+    for name in ("text.txt", "hf:org/name/file.txt"):  # the second one is not fetched
+        dry = llmx("convert-gguf", model, "--calib", name, "--dry-run")
+        assert dry.exit_code == 0, dry.output
+        assert "bits per weight" in dry.stdout
+    assert not list(tmp_path.glob("*.gguf"))
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
