@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmx.quantize import widths
+from llmx.quantize import forms, widths
 from llmx.quantize.awq import clip, find_scales
 from llmx.quantize.forms import Scaled, fp8_kind, scale_dtype
 from llmx.quantize.gptq import gptq
@@ -26,12 +26,13 @@ SLACK = 1.001  # two ways to sum the same error
 
 @dataclass(frozen=True)
 class Result:
-    """error, nearest: squared output error over the calibration tokens, as a part of the outputs' squares; of these
-    codes and of round-to-nearest. Of fp8, which takes no calibration, the weights' own squared error. None: not known.
-    how: what made the codes. energy: what the errors are parts of."""
+    """made: the linear's tensors as they are stored, by the last component of their names: packed before the next
+    linear's turn. error, nearest: squared output error over the calibration tokens, as a part of the outputs' squares;
+    of these codes and of round-to-nearest. Of fp8, which takes no calibration, the weights' own squared error. None:
+    not known. how: what made the codes. energy: what the errors are parts of."""
 
     unit: Unit
-    made: Grid | Scaled
+    made: dict[str, Tensor]
     error: float | None
     nearest: float | None
     how: str
@@ -117,6 +118,9 @@ class Quantizer:
     def _parts(self, lazy: Lazy) -> list[tuple[Unit, Tensor]]:
         return [(unit, part) for unit, part in lazy.parts() if not self.options.ignores(unit.name)]
 
+    def _stored(self, made: Grid | Scaled) -> dict[str, Tensor]:
+        return forms.store(made, self.options, self.dtype)
+
     @property
     def folds(self) -> bool:
         return self.options.method in ("awq", "int8")
@@ -138,12 +142,10 @@ class Quantizer:
             rows = slice(low, low + unit.n_out)
             grid = Grid(solved.grid.codes[rows], solved.grid.scales[rows], solved.grid.zeros[rows], self.options.bits,
                         self.options.group)  # fmt: skip
-            whole_energy = _energy(weight, hessian)
+            energy = _energy(weight, hessian)
             error, nearest = float(solved.losses[rows].sum()), float(solved.nearest[rows].sum())
-            fell_back = solved.damp is None
-            results.append(
-                Result(unit, grid, error / whole_energy, nearest / whole_energy, how, fell_back, whole_energy)
-            )
+            made, fell_back = self._stored(grid), solved.damp is None
+            results.append(Result(unit, made, error / energy, nearest / energy, how, fell_back, energy))
             low += unit.n_out
         return results
 
@@ -158,7 +160,8 @@ class Quantizer:
             spread = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[: unit.n_out, : unit.n_in]
         energy = float(weight.square().sum().clamp(min=1e-30))
         error = float((numbers.float() * spread - weight).square().sum()) / energy
-        return Result(unit, Scaled(numbers, scale, input_scale), error, error, f"fp8 by {kind}", energy=energy)
+        made = self._stored(Scaled(numbers, scale, input_scale))
+        return Result(unit, made, error, error, f"fp8 by {kind}", energy=energy)
 
     def _fold(
         self, seen: Seen, producer: str, names: Sequence[str], done: Done, columns: dict[str, Tensor],
@@ -222,7 +225,8 @@ class Quantizer:
         clipped = clip(weight, scales, rows, hessian, self._rounding)
         energy, back = _energy(weight, hessian), rows.square()
         error, nearest = float((clipped.losses * back).sum()), float((clipped.nearest * back).sum())
-        return Result(unit, clipped.grid, error / energy, nearest / energy, f"awq, {how}", energy=energy)
+        made = self._stored(clipped.grid)
+        return Result(unit, made, error / energy, nearest / energy, f"awq, {how}", energy=energy)
 
     def _int8(self, unit: Unit, weight: Tensor, stats: Stats, scales: Tensor, rows: Tensor, how: str) -> Result:
         weight = weight.float()
@@ -234,7 +238,7 @@ class Quantizer:
         plain, plain_scale = widths.int8_rows(weight, self._scales)
         nearest = widths.rounded_rows(x) @ (plain.float() * plain_scale).T
         losses = [float((outputs - wanted).square().sum()) / energy for outputs in (made, nearest)]
-        return Result(unit, Scaled(codes, scale), losses[0], losses[1], f"int8, {how}", energy=energy)
+        return Result(unit, self._stored(Scaled(codes, scale)), losses[0], losses[1], f"int8, {how}", energy=energy)
 
 
 def _hessian(stats: Stats) -> Gram:

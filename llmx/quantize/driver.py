@@ -220,8 +220,7 @@ class Run:
         checkpoint = self.source.opened.checkpoint
         tensors = dict[str, Tensor]()
         for result in done.results:
-            made = forms.store(result.made, self.options, self.source.dtype)
-            tensors |= self._finite(result.unit.name, made)
+            tensors |= self._finite(result.unit.name, result.made)
         packed = {result.unit.name for result in done.results}
         for name in checkpoint.names():
             owner = name.rpartition(".")[0]

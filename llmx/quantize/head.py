@@ -64,7 +64,7 @@ def _made(
         high = min(low + step, unit.n_out)
         part = Unit(unit.name, high - low, unit.n_in)
         result = quantizer.one(part, read(low, high), stats, columns, how)
-        packed.append(forms.store(result.made, options, quantizer.dtype))
+        packed.append(result.made)
         results.append(result)
     return Made(forms.stacked(packed), done.vectors.get(NORM), _joined(unit, results))
 

@@ -20,6 +20,7 @@ from llmx.quantize import backends, calibration, room
 from llmx.quantize.backends import Backend
 from llmx.quantize.driver import Run, Source, default_path, fingerprint, open_source, quantization_config
 from llmx.quantize.estimate import estimate
+from llmx.quantize.memory import given_back
 from llmx.quantize.options import HEAD, Options, group_for
 from llmx.quantize.output import Output, check_free, check_name
 
@@ -124,8 +125,9 @@ def _by_ourselves(
     mark = fingerprint(source, options, texts.texts, wanted.seed)
     output = Output(path, len(source.units), mark, resume=wanted.resume, force=wanted.force)
     run = Run(source, options, texts.texts, output, say, on_disk=on_disk)
-    run.quantize()
-    files = run.finish()
+    with given_back():
+        run.quantize()
+        files = run.finish()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     layers = [layer for note in run.notes for layer in note["layers"]]
     return files | {

@@ -1,6 +1,11 @@
-"""The half of a Hessian that is kept, against whole matrices in float64."""
+"""The half of a Hessian that is kept, against whole matrices in float64; what becomes of freed memory."""
 
 from __future__ import annotations
+
+import platform
+import subprocess
+import sys
+import textwrap
 
 import pytest
 import torch
@@ -61,3 +66,29 @@ def test_a_triangle_is_inverted_in_its_place() -> None:
     found = lower.float()
     invert_lower(found)
     torch.testing.assert_close(found.double(), torch.linalg.inv(lower), rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="these are glibc's settings")
+def test_large_pieces_go_back_to_the_system_while_small_ones_stay_between_them() -> None:
+    """In a process of its own, as the allocator's settings are the whole process's."""
+    script = """
+        import pathlib, torch
+        from llmx.quantize.memory import given_back
+
+        def taken():
+            lines = pathlib.Path("/proc/self/status").read_text().splitlines()
+            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+
+        first = torch.ones(2**23)
+        del first  # 32 MB: from here on glibc takes pieces of up to that size from its heap
+        before = taken()
+        with given_back():
+            large, small = [], []
+            for _ in range(32):
+                large.append(torch.ones(2**20))
+                small.append(torch.ones(2**12))
+            assert taken() - before > 100e6
+            del large
+            assert taken() - before < 20e6, taken() - before
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True)
