@@ -79,12 +79,23 @@ def convert(located: Located, wanted: Wanted, tell: Tell, say: Say) -> dict[str,
     if wanted.dry_run:
         return results
     _check_free(paths, located, wanted.force)
+    _load_torch(source, entries)
     began = time.monotonic()
     with InOrder(wanted.threads or thread_count()) as threads:
         tensors = _Tensors(source, importance, entries, threads, tell)
         write_parts(paths, parts, tensors.data, read_back)
     results["seconds"] = time.monotonic() - began
     return results
+
+
+def _load_torch(source: GgufSource, entries: Sequence[Entry]) -> None:
+    """Where something is unpacked, or rounded to halves: before the work, and not inside of it on one thread while the
+    others wait."""
+    changed = [(source.kinds[entry.name], entry.kind) for entry in entries if source.kinds[entry.name] != entry.kind]
+    if any(old not in PLAIN or new in ("F16", "BF16") for old, new in changed):
+        from llmx.schemes import schemes
+
+        schemes()
 
 
 def check(located: Located, wanted: Wanted) -> None:
