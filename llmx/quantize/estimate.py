@@ -12,6 +12,8 @@ from llmx.quantize.options import Options
 from llmx.quantize.room import States
 from llmx.quantize.source import Unit
 
+BESIDE = 100_000_000  # bytes: the tokenizer, rows that are worked on, the libraries' buffers
+
 
 def estimate(source: Source, options: Options, tokens: int, states: States) -> dict[str, Any]:
     """Bytes of the files and of memory, bits a quantized weight, and roughly seconds. tokens: of calibration."""
@@ -21,14 +23,17 @@ def estimate(source: Source, options: Options, tokens: int, states: States) -> d
     packed = sum(_bytes(unit, options, source.dtype.itemsize) for unit in mine)
     before = sum(checkpoint.stored(name).nbytes for name in checkpoint.names())
     block = max((sum(u.n_out * u.n_in for u in units) for units in source.units), default=0)
-    hessians = max((sum({u.n_in: u.n_in**2 for u in units}.values()) for units in source.units), default=0)
-    memory = 6 * block + states.in_memory
-    if options.grids:
-        memory += 4 * (hessians + 2 * max((u.n_out * u.n_in for u in source.every), default=0))
+    memory = 6 * block
+    if (
+        options.grids
+    ):  # the largest of what is there by turns: a finished block unpacked, or what its codes are made from
+        hessians = max((sum({u.n_in: u.n_in**2 for u in units}.values()) for units in source.units), default=0)
+        factor = max((u.n_in**2 for u in mine), default=0) if options.method == "gptq" else 0
+        memory = max(4 * block, 2 * hessians + 4 * factor + block * options.bits // 8) + BESIDE
     return {
         "linears": len(mine), "weights": weights, "source_bytes": source.bytes,
         "bytes": before - weights * source.dtype.itemsize + packed,
-        "bits_per_weight": 8 * packed / max(1, weights), "memory_bytes": memory,
+        "bits_per_weight": 8 * packed / max(1, weights), "memory_bytes": memory + states.in_memory,
         "seconds": _seconds(source, options, tokens),
     }  # fmt: skip
 

@@ -75,10 +75,9 @@ class Gram:
 
     def arranged(self, order: Tensor) -> Tensor:
         """All of it, (n, n), rows and columns in `order`, a permutation."""
-        place = torch.empty_like(order)
-        place[order] = torch.arange(self.n, device=order.device)
-        made = self._numbers.new_empty(self.n, self.n)
-        for low, high, panel in self._panels:
-            made[place[low:high, None], place[low:]] = panel.T
-            made[place[low:, None], place[low:high]] = panel
+        made = self.square(0, self.n)
+        for part in made.split(PANEL):
+            part.copy_(part[:, order])
+        for part in made.split(PANEL, 1):
+            part.copy_(part[order])
         return made
