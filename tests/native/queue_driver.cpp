@@ -49,7 +49,7 @@ void count(void* context, int64_t task, int thread) {
 
 void job(int64_t tasks, int threads, int work = 0) {
   Count c{std::vector<int>(static_cast<size_t>(tasks)), std::vector<int64_t>(static_cast<size_t>(threads)), threads, work};
-  llmx_pool::ahead(tasks % 3 == 0 ? nullptr : &c, tasks * 1000);  // never read, so it may be any memory
+  llmx_pool::ahead(tasks % 3 == 0 ? nullptr : &c, tasks * 1000, tasks % 2 == 0);  // never read, so it may be any memory
   llmx_pool::each(count, &c, tasks, threads);
   int64_t sum = 0;
   for (const int64_t part : c.sum) sum += part;

@@ -92,16 +92,21 @@ struct Pool {
 
   alignas(64) std::atomic<const uint8_t*> next{nullptr};  // what will be read, see `ahead`
   std::atomic<int64_t> next_bytes{0};
+  std::atomic<bool> away{false};
 
-  // Asks for a little of what it will read. False if there is nothing more.
+  // Asks for a little of what will be read. False if there is nothing more.
   bool ask(int thread, int team) {
     Member& mine = members[thread];
     const uint8_t* at = next.load(std::memory_order_acquire);
     if (at != mine.announced) {
-      const int64_t bytes = next_bytes.load(std::memory_order_relaxed);
-      const int64_t from = bytes * thread / team / LINE * LINE, to = bytes * (thread + 1) / team;
       mine.announced = mine.asked = mine.last = at;
-      if (at != nullptr) mine.asked += from, mine.last += to - from < AHEAD ? to : from + AHEAD;
+      const bool others = away.load(std::memory_order_relaxed);  // share it
+      if (at != nullptr && (thread > 0 || !others)) {
+        const int64_t bytes = next_bytes.load(std::memory_order_relaxed);
+        const int64_t part = others ? thread - 1 : thread, parts = others ? team - 1 : team;
+        const int64_t from = bytes * part / parts / LINE * LINE, to = bytes * (part + 1) / parts;
+        mine.asked += from, mine.last += others || to - from < AHEAD ? to : from + AHEAD;
+      }
     }
     if (mine.asked >= mine.last) return false;
     for (int line = 0; line < LINES; ++line) __builtin_prefetch(mine.asked + LINE * line, 0, 2);
@@ -277,10 +282,11 @@ void each(Task run, void* context, int64_t tasks, int threads) {
   for (int64_t t = 0; t < tasks; ++t) run(context, t, 0);
 }
 
-void ahead(const void* at, int64_t bytes) {
+void ahead(const void* at, int64_t bytes, bool away) {
   Pool& p = pool();
   if (p.next.load(std::memory_order_relaxed) == at) return;  // waiting threads look at it all the time
   p.next_bytes.store(bytes, std::memory_order_relaxed);
+  p.away.store(away, std::memory_order_relaxed);
   p.next.store(static_cast<const uint8_t*>(at), std::memory_order_release);
 }
 

@@ -10,9 +10,10 @@ using Task = void (*)(void* context, int64_t task, int thread);
 // `thread` is below `threads`. Returns when all are done.
 void each(Task run, void* context, int64_t tasks, int threads);
 
-// What the job after the next ones will read first, one range of it for each thread: whoever waits for a job meanwhile
-// asks for the beginning of its range, so that the memory is not idle between two jobs. Nothing happens at nullptr.
-void ahead(const void* at, int64_t bytes);
+// What will be read first by a job that is yet to come: threads that wait ask for it meanwhile, so that the memory is not
+// idle between two jobs. Each asks for the beginning of its range; or, with no job for a while (`away`), the others for
+// all of it, as the caller is busy elsewhere. Nothing happens at nullptr.
+void ahead(const void* at, int64_t bytes, bool away);
 
 // Scratch memory of a thread, `bytes` at least, aligned to a cache line; its contents last until the next call.
 void* scratch(int thread, int64_t bytes);
