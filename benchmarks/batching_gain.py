@@ -12,10 +12,9 @@ cores, no batching gains much. And on the lengths: a static batch runs as long a
 people ask for them, many short ones and a few long ones (lognormal), cost it more than evenly mixed ones. A p99 wants
 hundreds of requests.
 
-    python benchmarks/batching_gain.py --json gain.json         # a tiny model of random weights: about two minutes
-    python benchmarks/batching_gain.py --model demo --requests 60 --input-len 8:32 --output-len 4:96
-    python benchmarks/batching_gain.py --model SmolLM2-F32.gguf --requests 600 --input-len 4:16 \
-        --output-len lognormal:12:1.2:384
+    python benchmarks/batching_gain.py --json gain.json         # the demo model, lengths as in chats: about ten minutes
+    python benchmarks/batching_gain.py --model SmolLM2-F32.gguf
+    python benchmarks/batching_gain.py --input-len 8:32 --output-len 4:128     # evenly mixed: not where it gains
 """
 
 from __future__ import annotations
@@ -43,12 +42,12 @@ LEAST_GAIN, LEAST_BUSY, LOAD = 0.40, 0.85, 0.70
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="random:tiny")
-    parser.add_argument("--requests", type=int, default=150, help="of each seed")
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--requests", type=int, default=600, help="of each seed")
     parser.add_argument(
-        "--input-len", default="8:32", help="as bench takes it: a range, or lognormal:MEDIAN:SIGMA:MOST"
+        "--input-len", default="4:16", help="as bench takes it: a range, or lognormal:MEDIAN:SIGMA:MOST"
     )
-    parser.add_argument("--output-len", default="4:128")
+    parser.add_argument("--output-len", default="lognormal:12:1.2:384")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--batch", type=int, default=32, help="most at once, of both")
     parser.add_argument("--device", default="auto")
