@@ -88,6 +88,16 @@ def ours(opened: Any) -> Tensor:
     return run(load(opened, LENGTH)[0], prompt_of(opened.config.vocab, LENGTH)).logits
 
 
+def expressible(tiny: Tiny, name: str, root: Path, folder: Path) -> bool:
+    """Whether a file of that name can hold it: then its own case is not skipped."""
+    of = saved(tiny.name, root)
+    try:
+        write_gguf(folder / f"{tiny.name}.gguf", tiny.architecture, name, of.config, of.tensors)
+    except Inexpressible:
+        return False
+    return True
+
+
 @pytest.mark.parametrize(("tiny", "name"), FILES, ids=[f"{tiny.name}-{name}" for tiny, name in FILES])
 def test_each_familys_files_become_folders_with_the_same_logits(
     tiny: Tiny, name: str, root: Path, tmp_path: Path
@@ -96,6 +106,8 @@ def test_each_familys_files_become_folders_with_the_same_logits(
     try:
         write_gguf(path, tiny.architecture, name, of.config, of.tensors)
     except Inexpressible as reason:
+        others = [other for other, its in FILES if its == name and other is not tiny]
+        assert any(expressible(other, name, root, tmp_path) for other in others), f"no TINY fits {name}"
         pytest.skip(str(reason))
     out = converted(path)
     wanted = logits_of(of.model, prompt_of(of.config["vocab_size"], LENGTH))
