@@ -44,8 +44,10 @@ template <class K> LLMX_INLINE V total(Dots<K> sum, int32_t less) {
   return {_mm512_cvtepi32_ps(_mm512_add_epi32(sum.v, _mm512_set1_epi32(less)))};
 }
 LLMX_INLINE V part_of(F x, int) { return {x.v}; }
-LLMX_INLINE V load_part(const float* p) { return {_mm512_loadu_ps(p)}; }
-LLMX_INLINE void store_part(float* p, V x) { _mm512_storeu_ps(p, x.v); }
+using Held = V;  // what a tile adds up: here there are registers for all of it
+LLMX_INLINE V given(const Held& from) { return from; }
+LLMX_INLINE void hold(Held& to, V x) { to = x; }
+LLMX_INLINE F joined(const Held (&parts)[1]) { return {parts[0].v}; }
 LLMX_INLINE V every(float x) { return {_mm512_set1_ps(x)}; }
 LLMX_INLINE V mul(V a, V b) { return {_mm512_mul_ps(a.v, b.v)}; }
 LLMX_INLINE V fma(V a, V b, V c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
@@ -95,8 +97,10 @@ template <class K> LLMX_INLINE V total(Dots<K> sum, int32_t less) {
 }
 LLMX_INLINE V total(Dots<Byte> sum, int32_t) { return {_mm256_cvtepi32_ps(sum.v)}; }
 LLMX_INLINE V part_of(F x, int part) { return {part ? x.b : x.a}; }
-LLMX_INLINE V load_part(const float* p) { return {_mm256_loadu_ps(p)}; }
-LLMX_INLINE void store_part(float* p, V x) { _mm256_storeu_ps(p, x.v); }
+struct Held { float lanes[WIDE]; };  // what a tile adds up: in memory, as there are 16 registers
+LLMX_INLINE V given(const Held& from) { return {_mm256_loadu_ps(from.lanes)}; }
+LLMX_INLINE void hold(Held& to, V x) { _mm256_storeu_ps(to.lanes, x.v); }
+LLMX_INLINE F joined(const Held (&parts)[2]) { return {given(parts[0]).v, given(parts[1]).v}; }
 LLMX_INLINE V every(float x) { return {_mm256_set1_ps(x)}; }
 LLMX_INLINE V mul(V a, V b) { return {_mm256_mul_ps(a.v, b.v)}; }
 LLMX_INLINE V fma(V a, V b, V c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }
@@ -134,8 +138,10 @@ template <class K> LLMX_INLINE V total(Dots<K> sum, int32_t less) {
 }
 LLMX_INLINE V total(Dots<Byte> sum, int32_t) { return {__builtin_convertvector(sum.v, Floats)}; }
 LLMX_INLINE V part_of(F x, int) { return x; }
-LLMX_INLINE V load_part(const float* p) { return load(p); }
-LLMX_INLINE void store_part(float* p, V x) { store(p, x); }
+struct Held { float lanes[WIDE]; };  // what a tile adds up
+LLMX_INLINE V given(const Held& from) { return load(from.lanes); }
+LLMX_INLINE void hold(Held& to, V x) { store(to.lanes, x); }
+LLMX_INLINE F joined(const Held (&parts)[1]) { return given(parts[0]); }
 LLMX_INLINE V every(float x) { return all(x); }
 
 #endif

@@ -43,20 +43,125 @@ LLMX_INLINE Sums round_group(const float* x, int8_t* q) {
   return {scale, scale * static_cast<float>(first + second), -8 * (first + second), -8 * first};
 }
 
+#if defined(__AVX2__)
+
+// Four groups of 32 at a time, to the same bits: their reductions share instructions.
+struct Four {
+  __m256i q[4];
+  __m128 scale, weighted;
+  __m128i less, first_less;
+};
+
+LLMX_INLINE Four round_four(const float* const (&x)[4]) {
+  const __m256i sign = _mm256_set1_epi32(INT32_MIN), one = _mm256_set1_epi8(1), ones = _mm256_set1_epi16(1);
+  const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+  const __m128 most = _mm_set1_ps(127.0f);
+  __m256i m[4];
+LLMX_UNROLL
+  for (int g = 0; g < 4; ++g) {  // sizes of numbers are in the order of their bits, infinities and NaNs last
+    __m256i size[4];
+    LLMX_UNROLL for (int i = 0; i < 4; ++i)
+      size[i] = _mm256_andnot_si256(sign, _mm256_castps_si256(_mm256_loadu_ps(x[g] + 8 * i)));
+    m[g] = _mm256_max_epi32(_mm256_max_epi32(size[0], size[1]), _mm256_max_epi32(size[2], size[3]));
+  }
+  const __m256i ab = _mm256_max_epi32(_mm256_unpacklo_epi32(m[0], m[1]), _mm256_unpackhi_epi32(m[0], m[1]));
+  const __m256i cd = _mm256_max_epi32(_mm256_unpacklo_epi32(m[2], m[3]), _mm256_unpackhi_epi32(m[2], m[3]));
+  const __m256i abcd = _mm256_max_epi32(_mm256_unpacklo_epi64(ab, cd), _mm256_unpackhi_epi64(ab, cd));
+  const __m128i bits = _mm_max_epi32(_mm256_castsi256_si128(abcd), _mm256_extracti128_si256(abcd, 1));
+  const __m128 highest = _mm_castsi128_ps(bits);
+  const __m128 bad = _mm_castsi128_ps(_mm_cmpgt_epi32(bits, _mm_set1_epi32(0x7F7FFFFF)));
+  const __m128 up = _mm_and_ps(_mm_cmpgt_ps(highest, _mm_set1_ps(TINIEST)), _mm_div_ps(most, highest));
+  float ups[4];
+  _mm_storeu_ps(ups, up);
+  Four f;
+  __m256i sums[4];
+LLMX_UNROLL
+  for (int g = 0; g < 4; ++g) {
+    const __m256 by = _mm256_set1_ps(ups[g]);
+    __m256i n[4];
+    LLMX_UNROLL for (int i = 0; i < 4; ++i) n[i] = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(x[g] + 8 * i), by));
+    const __m256i packed = _mm256_packs_epi16(_mm256_packs_epi32(n[0], n[1]), _mm256_packs_epi32(n[2], n[3]));
+    f.q[g] = _mm256_permutevar8x32_epi32(packed, order);
+    sums[g] = _mm256_madd_epi16(_mm256_maddubs_epi16(one, f.q[g]), ones);
+  }
+  const __m256i all = _mm256_hadd_epi32(_mm256_hadd_epi32(sums[0], sums[1]), _mm256_hadd_epi32(sums[2], sums[3]));
+  const __m128i first = _mm256_castsi256_si128(all), sum = _mm_add_epi32(first, _mm256_extracti128_si256(all, 1));
+  const __m128 scale = _mm_div_ps(highest, most);
+  f.scale = _mm_or_ps(scale, bad);  // all bits set: NaN
+  f.weighted = _mm_or_ps(_mm_mul_ps(scale, _mm_cvtepi32_ps(sum)), bad);
+  const __m128i none = _mm_castps_si128(bad);
+  f.less = _mm_andnot_si128(none, _mm_slli_epi32(_mm_sub_epi32(_mm_setzero_si128(), sum), 3));
+  f.first_less = _mm_andnot_si128(none, _mm_slli_epi32(_mm_sub_epi32(_mm_setzero_si128(), first), 3));
+  return f;
+}
+
+LLMX_INLINE void put(uint8_t* to, __m128i four) { _mm_storeu_si128(reinterpret_cast<__m128i*>(to), four); }
+
+// Of four rows, the first of them number `row` of a tile of `count`.
+LLMX_INLINE void put_rows(const Four& f, uint8_t* to, int64_t count, int64_t row) {
+  const __m256i a = _mm256_unpacklo_epi32(f.q[0], f.q[1]), b = _mm256_unpackhi_epi32(f.q[0], f.q[1]);
+  const __m256i c = _mm256_unpacklo_epi32(f.q[2], f.q[3]), d = _mm256_unpackhi_epi32(f.q[2], f.q[3]);
+  const __m256i dwords[4] = {_mm256_unpacklo_epi64(a, c), _mm256_unpackhi_epi64(a, c), _mm256_unpacklo_epi64(b, d),
+                             _mm256_unpackhi_epi64(b, d)};
+  LLMX_UNROLL for (int i = 0; i < 4; ++i) {
+    put(to + 4 * (i * count + row), _mm256_castsi256_si128(dwords[i]));
+    put(to + 4 * ((i + 4) * count + row), _mm256_extracti128_si256(dwords[i], 1));
+  }
+  put(to + 4 * (8 * count + row), _mm_castps_si128(f.scale));
+  put(to + 4 * (9 * count + row), _mm_castps_si128(f.weighted));
+  put(to + 4 * (10 * count + row), f.less);
+  put(to + 4 * (11 * count + row), f.first_less);
+}
+
+// Of four groups of one row.
+LLMX_INLINE void put_groups(const Four& f, uint8_t* to, int64_t count, int64_t row) {
+  alignas(32) int32_t q[4][8], rest[4][4];  // dwords; then what belongs to them
+  LLMX_UNROLL for (int g = 0; g < 4; ++g) _mm256_store_si256(reinterpret_cast<__m256i*>(q[g]), f.q[g]);
+  _mm_store_ps(reinterpret_cast<float*>(rest[0]), f.scale), _mm_store_ps(reinterpret_cast<float*>(rest[1]), f.weighted);
+  _mm_store_si128(reinterpret_cast<__m128i*>(rest[2]), f.less);
+  _mm_store_si128(reinterpret_cast<__m128i*>(rest[3]), f.first_less);
+  LLMX_UNROLL for (int g = 0; g < 4; ++g, to += count * ROW_BYTES) {
+    LLMX_UNROLL for (int i = 0; i < 8; ++i) __builtin_memcpy(to + 4 * (i * count + row), &q[g][i], 4);
+    LLMX_UNROLL for (int i = 0; i < 4; ++i) __builtin_memcpy(to + 4 * ((8 + i) * count + row), &rest[i][g], 4);
+  }
+}
+
+#endif
+
+LLMX_INLINE void round_one(const float* x, uint8_t* to, int64_t count, int64_t row) {
+  int8_t q[GROUP];
+  const Sums sums = round_group(x, q);
+  for (int i = 0; i < 8; ++i) __builtin_memcpy(to + 4 * (i * count + row), q + 4 * i, 4);
+  __builtin_memcpy(to + 4 * (8 * count + row), &sums.scale, 4);
+  __builtin_memcpy(to + 4 * (9 * count + row), &sums.weighted, 4);
+  __builtin_memcpy(to + 4 * (10 * count + row), &sums.less, 4);
+  __builtin_memcpy(to + 4 * (11 * count + row), &sums.first_less, 4);
+}
+
 void round_tile(void* context, int64_t tile, int) {
   const Rounding& r = *static_cast<const Rounding*>(context);
-  const int64_t first = r.rows * tile / r.tiles, count = r.rows * (tile + 1) / r.tiles - first;
-  uint8_t* to = r.to + first * (r.inputs / GROUP) * ROW_BYTES;
-  for (int64_t k = 0; k < r.inputs; k += GROUP, to += count * ROW_BYTES)
-    for (int64_t row = 0; row < count; ++row) {
-      int8_t q[GROUP];
-      const Sums sums = round_group(r.x + (first + row) * r.inputs + k, q);
-      for (int i = 0; i < 8; ++i) __builtin_memcpy(to + 4 * (i * count + row), q + 4 * i, 4);
-      __builtin_memcpy(to + 4 * (8 * count + row), &sums.scale, 4);
-      __builtin_memcpy(to + 4 * (9 * count + row), &sums.weighted, 4);
-      __builtin_memcpy(to + 4 * (10 * count + row), &sums.less, 4);
-      __builtin_memcpy(to + 4 * (11 * count + row), &sums.first_less, 4);
+  const int64_t first = r.rows * tile / r.tiles, count = r.rows * (tile + 1) / r.tiles - first, n = r.inputs;
+  const int64_t groups = n / GROUP;
+  uint8_t* to = r.to + first * groups * ROW_BYTES;
+  const float* x = r.x + first * n;
+  int64_t row = 0;
+#if defined(__AVX2__)
+  for (; row + 4 <= count; row += 4)
+    for (int64_t g = 0; g < groups; ++g) {
+      const float* at = x + row * n + g * GROUP;
+      put_rows(round_four({at, at + n, at + 2 * n, at + 3 * n}), to + g * count * ROW_BYTES, count, row);
     }
+#endif
+  for (; row < count; ++row) {
+    int64_t g = 0;
+#if defined(__AVX2__)
+    for (; g + 4 <= groups; g += 4) {
+      const float* at = x + row * n + g * GROUP;
+      put_groups(round_four({at, at + GROUP, at + 2 * GROUP, at + 3 * GROUP}), to + g * count * ROW_BYTES, count, row);
+    }
+#endif
+    for (; g < groups; ++g) round_one(x + row * n + g * GROUP, to + g * count * ROW_BYTES, count, row);
+  }
 }
 
 struct Job {
@@ -105,7 +210,7 @@ LLMX_INLINE void products(const uint8_t* codes, const int32_t* q, int j, int k, 
 
 // What a tile of R rows gains from the inputs that share a scale: `turn` of a group's.
 template <class Source, int R>
-LLMX_INLINE void gain(const Source& source, int64_t group, int turn, const int32_t* x, float (&sums)[R][LANES]) {
+LLMX_INLINE void gain(const Source& source, int64_t group, int turn, const int32_t* x, Held (&sums)[R][PARTS]) {
   using K = typename KindOf<Source::BITS>::Type;
   const float *scale = reinterpret_cast<const float*>(x + 8 * R), *weighted = scale + R;
   const int32_t *less = x + 10 * R, *first_less = less + R;
@@ -125,8 +230,7 @@ LLMX_UNROLL
     }
     LLMX_UNROLL for (int r = 0; r < R; ++r) {
       const int32_t mine = !Source::FINE ? less[r] : turn == 0 ? first_less[r] : less[r] - first_less[r];
-      float* to = sums[r] + WIDE * part;
-      V sum = load_part(to), dotted;
+      V sum = given(sums[r][part]), dotted;
       if constexpr (Source::SIGNED) dotted = total(dots[r], mine * (1 << (Source::BITS - 4)));
       else dotted = total(dots[r]);
       sum = fma(dotted, mul(weights, every(scale[r])), sum);
@@ -134,7 +238,7 @@ LLMX_UNROLL
         const float numbers = Source::FINE ? scale[r] * (-0.125f * static_cast<float>(mine)) : weighted[r];
         sum = fma(part_of(source.minimum, part), every(numbers), sum);
       }
-      store_part(to, sum);
+      hold(sums[r][part], sum);
     }
   }
 }
@@ -143,8 +247,10 @@ template <class Source, int R>
 void tile(const Job& job, int64_t row, int64_t block) {
   Source source(job.packed + block * job.block_bytes, job.inputs);
   const uint8_t* x = job.x + row * (job.inputs / GROUP) * ROW_BYTES;
-  float sums[R][LANES];
-  LLMX_UNROLL for (int r = 0; r < R; ++r) store(sums[r], zero());
+  Held sums[R][PARTS];
+  LLMX_UNROLL for (int r = 0; r < R; ++r) {
+    LLMX_UNROLL for (int part = 0; part < PARTS; ++part) hold(sums[r][part], every(0.0f));
+  }
   for (int64_t group = 0; group < job.inputs / GROUP; ++group, x += R * ROW_BYTES) {
     source.fetch(group, job.block_bytes);  // of the next block: a block is too short for the processor to guess
     source.begin(group, 0);
@@ -156,7 +262,7 @@ void tile(const Job& job, int64_t row, int64_t block) {
   }
   const int64_t at = block * LANES;
   LLMX_UNROLL for (int r = 0; r < R; ++r)
-    put_outputs(job.out + (row + r) * job.stride + at, load(sums[r]), job.bias ? job.bias + at : nullptr,
+    put_outputs(job.out + (row + r) * job.stride + at, joined(sums[r]), job.bias ? job.bias + at : nullptr,
                 job.outputs - at);
 }
 
