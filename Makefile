@@ -60,7 +60,7 @@ test_it = LLMX_NATIVE=$$(ls $(BUILT)/_native*.so) PYTHONPATH=tests $(PY) -m pyte
 # own. The preloaded libraries are those that a Python built without sanitizers lacks.
 sanitize: BUILT := build/sanitize/native
 sanitize: OPTIONS = -DCMAKE_BUILD_TYPE=Debug -DLLMX_SANITIZE=address,undefined -DLLMX_WITHOUT="$$($(PY) -c \
-	'from llmx.kernels import cpu; print(*{"avx2", "avx512"} - set(cpu.native().isas()), sep=";")')"
+	'from llmx.kernels import cpu; print(*{"avx2", "avx512", "avx512bf16"} - set(cpu.native().isas()), sep=";")')"
 sanitize: $(READY)
 	$(build_it)
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
@@ -71,7 +71,7 @@ sanitize: $(READY)
 
 # The sources of the set avx512, with tests/native/avx512_emulated.h for what this processor may lack.
 emulate: BUILT := build/emulate
-emulate: OPTIONS := -DCMAKE_BUILD_TYPE=Release -DLLMX_EMULATE_AVX512=ON -DLLMX_WITHOUT=avx2
+emulate: OPTIONS := -DCMAKE_BUILD_TYPE=Release -DLLMX_EMULATE_AVX512=ON "-DLLMX_WITHOUT=avx2;avx512bf16"
 emulate: $(READY)
 	$(build_it)
 	OMP_NUM_THREADS=1 $(test_it) -n $(JOBS)

@@ -4,6 +4,9 @@
 // other. Keys are taken in tiles of TILE at absolute positions. A tile gives a softmax of its own: a score is one chain
 // over the head's dimensions, a value one chain over the tile's keys; what a query does not see adds exact zeros. Tiles
 // are merged from left to right, by whichever thread. So a query's bits depend on nothing but what it sees.
+//
+// Where the processor multiplies pairs of bfloat16 (VDPBF16PS), and keys and values are no wider than that, it does: the
+// scaled queries and the weights are rounded to bfloat16 then, to the nearest, and a chain's step is two products.
 #include "ops.h"
 #include "runtime/pool.h"
 #include "tile.h"
@@ -16,7 +19,14 @@ constexpr int STRIP = LANES;  // keys that are scored together
 constexpr int STRIPS = TILE / STRIP;
 constexpr float LOWEST = -1e30f;
 constexpr int64_t MOST_PARTS = 16 << 20;  // floats of tiles that wait to be merged
-constexpr int WIDTHS[] = {4, 2, 2, 1};    // bytes of a number, by the pools' kind: float32, float16, bfloat16, int8
+// Bytes of a number, by the pools' kind: float32, float16, bfloat16, int8; then the last two multiplied in pairs.
+constexpr int WIDTHS[] = {4, 2, 2, 1, 2, 1};
+constexpr int PAIRED = 2;  // from a kind to that of its pairs
+#if defined(__AVX512BF16__)
+constexpr bool PAIRS = true;
+#else
+constexpr bool PAIRS = false;
+#endif
 
 struct Task {
   float* out;
@@ -24,6 +34,7 @@ struct Task {
   const uint8_t *keys, *values, *scales;  // scales: of int8, a block's keys' before its values'; else nothing
   int64_t heads, kv_heads, dim, block_bytes, head_bytes;
   int32_t kind;
+  bool pairs;
   const int64_t* units;  // (units, 3): first token, how many, row
   int64_t count;
   const int64_t *prefix, *table, *base, *paths;
@@ -49,6 +60,8 @@ struct Rows {
 struct Desk {
   int64_t token, row, head, group, rows, padded, low, high;  // what any row sees: [low, high)
   int64_t *lows, *highs;
+  // q: [dimension][row] of each block of rows, or [pair of dimensions][row] with two bfloat16 each. weights: of a row
+  // TILE numbers, or, in their first half, bfloat16.
   float *q, *weights, *sums, *best, *total, *fades;
   uint8_t* copies;  // of strips that don't lie in one piece
   int64_t copy_bytes;
@@ -98,6 +111,82 @@ LLMX_INLINE void score_strips(const Strip* strips, const Strip* end, const float
     }
 }
 
+#if defined(__AVX512BF16__)
+
+// Sixteen numbers at `a` and sixteen at `b`, side by side.
+template <int KIND>
+LLMX_INLINE __m512bh pair(const uint8_t* a, const uint8_t* b) {
+  if constexpr (KIND == 2 + PAIRED) {
+    const __m256i first = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(a));
+    const __m256i second = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(b));
+    const __m512i wide = _mm512_slli_epi32(_mm512_cvtepu16_epi32(second), 16);
+    return (__m512bh)_mm512_or_si512(_mm512_cvtepu16_epi32(first), wide);
+  } else {  // whole numbers of 8 bits are bfloat16 without rounding
+    const __m512i first = _mm512_castps_si512(load_signed(a).v), second = _mm512_castps_si512(load_signed(b).v);
+    return (__m512bh)_mm512_mask_blend_epi16(0xAAAAAAAA, _mm512_srli_epi32(first, 16), second);
+  }
+}
+
+LLMX_INLINE F add_products(F sum, __m512bh numbers, uint32_t two) {
+  return {_mm512_dpbf16_ps(sum.v, numbers, (__m512bh)_mm512_set1_epi32(static_cast<int>(two)))};
+}
+
+template <int KIND, int R, int B>
+LLMX_INLINE void score_pairs(const Strip* strips, const Strip* end, const uint32_t* q, int64_t dim, float* scores) {
+  F sums[R][B];
+  const uint8_t *at[B] = {}, *next[B] = {};
+  for (int b = 0; b < B; ++b) {
+    at[b] = strips[b].keys;
+    next[b] = strips + B + b < end ? strips[B + b].keys : strips[b].values;
+  }
+  for (int r = 0; r < R; ++r)
+    for (int b = 0; b < B; ++b) sums[r][b] = zero();
+#pragma GCC unroll 2
+  for (int64_t d = 0; d < dim; d += 2) {
+    if (R <= MOST_ROWS / 2 + 1 && d * WIDTHS[KIND] % 4 == 0)  // as in score_strips
+      for (int b = 0; b < B; ++b) {
+        __builtin_prefetch(strips[b].values + d * LANES * WIDTHS[KIND]);
+        __builtin_prefetch(next[b] + d * LANES * WIDTHS[KIND]);
+      }
+    for (int b = 0; b < B; ++b) {
+      const __m512bh keys = pair<KIND>(at[b], at[b] + strips[b].key_step);
+      at[b] += 2 * strips[b].key_step;
+      for (int r = 0; r < R; ++r) sums[r][b] = add_products(sums[r][b], keys, q[d / 2 * R + r]);
+    }
+  }
+  for (int b = 0; b < B; ++b)
+    for (int r = 0; r < R; ++r) {
+      const F s = KIND == 3 + PAIRED ? mul(sums[r][b], load(strips[b].key_scales)) : sums[r][b];
+      store(scores + r * TILE + b * STRIP, s);
+    }
+}
+
+// Pairs of keys begin at even ones. Of what lies before or behind what the rows see, nothing counts, not even a NaN.
+template <int KIND, int R, int B>
+LLMX_INLINE void weigh_pairs(const Desk& desk, const Rows& rows, int64_t d, F (&part)[R][B]) {
+  alignas(64) static constexpr uint8_t NOTHING[B * LANES * WIDTHS[KIND]] = {};
+  const uint32_t* weights = reinterpret_cast<const uint32_t*>(desk.weights + rows.row * TILE);
+  const auto use = [&](const uint8_t* a, const uint8_t* b, int64_t key, uint32_t seen) __attribute__((always_inline)) {
+    for (int block = 0; block < B; ++block) {
+      const int64_t at = block * LANES * WIDTHS[KIND];
+      const __m512bh values = pair<KIND>(a + at, b + at);
+      for (int r = 0; r < R; ++r) part[r][block] = add_products(part[r][block], values, weights[r * TILE + key / 2] & seen);
+    }
+  };
+  for (int64_t key = rows.low / 2 * 2; key < rows.high;) {
+    const Strip& strip = desk.strips[key / STRIP];
+    const int64_t last = key / STRIP * STRIP + STRIP, step = strip.value_step;
+    const int64_t end = last < rows.high ? last : rows.high;
+    const uint8_t* at = strip.values + key % STRIP * step + d * WIDTHS[KIND];
+    if (key < rows.low) use(NOTHING, at + step, key, 0xFFFF0000u), key += 2, at += 2 * step;
+#pragma GCC unroll 2
+    for (; key + 2 <= end; key += 2, at += 2 * step) use(at, at + step, key, ~0u);
+    if (key < end) use(at, NOTHING, key, 0xFFFFu), key += 2;
+  }
+}
+
+#endif
+
 template <int KIND, int R>
 void score(const Desk& desk, const Rows& rows, int64_t dim) {
   constexpr int B = blocks_of(R);
@@ -106,17 +195,22 @@ void score(const Desk& desk, const Rows& rows, int64_t dim) {
   int64_t s = rows.low / STRIP;
   const int64_t end = (rows.high + STRIP - 1) / STRIP;
   const Strip *strips = desk.strips, *last = strips + end;
+#if defined(__AVX512BF16__)
+  if constexpr (KIND >= 2 + PAIRED) {
+    const uint32_t* two = reinterpret_cast<const uint32_t*>(q);
+    for (; s + B <= end; s += B) score_pairs<KIND, R, B>(strips + s, last, two, dim, scores + s * STRIP);
+    if constexpr (B > 1)
+      for (; s < end; ++s) score_pairs<KIND, R, 1>(strips + s, last, two, dim, scores + s * STRIP);
+    return;
+  }
+#endif
   for (; s + B <= end; s += B) score_strips<KIND, R, B>(strips + s, last, q, dim, scores + s * STRIP);
   if constexpr (B > 1)
     for (; s < end; ++s) score_strips<KIND, R, 1>(strips + s, last, q, dim, scores + s * STRIP);
 }
 
-// The weighted values of R rows, 16 dimensions of each of B blocks, go into `sums` as `fades` say (old, new).
 template <int KIND, int R, int B>
-LLMX_INLINE void weigh_blocks(const Desk& desk, const Rows& rows, int64_t d, float* sums) {
-  F part[R][B];
-  for (int r = 0; r < R; ++r)
-    for (int b = 0; b < B; ++b) part[r][b] = zero();
+LLMX_INLINE void weigh_keys(const Desk& desk, const Rows& rows, int64_t d, F (&part)[R][B]) {
   const float* weights = desk.weights + rows.row * TILE;
   for (int64_t key = rows.low; key < rows.high;) {
     const Strip& strip = desk.strips[key / STRIP];
@@ -130,6 +224,19 @@ LLMX_INLINE void weigh_blocks(const Desk& desk, const Rows& rows, int64_t d, flo
       }
     }
   }
+}
+
+// The weighted values of R rows, 16 dimensions of each of B blocks, go into `sums` as `fades` say (old, new).
+template <int KIND, int R, int B>
+LLMX_INLINE void weigh_blocks(const Desk& desk, const Rows& rows, int64_t d, float* sums) {
+  F part[R][B];
+  for (int r = 0; r < R; ++r)
+    for (int b = 0; b < B; ++b) part[r][b] = zero();
+#if defined(__AVX512BF16__)
+  if constexpr (KIND >= 2 + PAIRED) weigh_pairs<KIND, R, B>(desk, rows, d, part);
+  else
+#endif
+    weigh_keys<KIND, R, B>(desk, rows, d, part);
   for (int r = 0; r < R; ++r) {
     const F old = all(desk.fades[2 * (rows.row + r)]), now = all(desk.fades[2 * (rows.row + r) + 1]);
     for (int b = 0; b < B; ++b) {
@@ -155,8 +262,12 @@ LLMX_INLINE void choose(const Desk& desk, const Rows& rows, int64_t dim, float* 
 }
 
 // Scores, or, with somewhere to put them, weighted values.
-void multiply(int32_t kind, const Desk& desk, const Rows& rows, int64_t dim, float* sums) {
+void multiply(int kind, const Desk& desk, const Rows& rows, int64_t dim, float* sums) {
   switch (kind) {
+#if defined(__AVX512BF16__)
+    case 2 + PAIRED: return choose<2 + PAIRED, MOST_ROWS>(desk, rows, dim, sums);
+    case 3 + PAIRED: return choose<3 + PAIRED, MOST_ROWS>(desk, rows, dim, sums);
+#endif
     case 0: return choose<0, MOST_ROWS>(desk, rows, dim, sums);
     case 1: return choose<1, MOST_ROWS>(desk, rows, dim, sums);
     case 2: return choose<2, MOST_ROWS>(desk, rows, dim, sums);
@@ -260,11 +371,60 @@ LLMX_INLINE void soften(const Task& t, const Desk& desk, const Rows& rows, int64
   now.total[i] = sum_of(total);
 }
 
+#if defined(__AVX512BF16__)
+
+// 2^x to 3e-6 of it (a polynomial of degree 4 on [-1/2, 1/2]), which is then rounded to 8 bits; NaN stays.
+LLMX_INLINE __m512 power_of_two_of(__m512 x) {
+  x = _mm512_max_ps(_mm512_set1_ps(-200.0f), x);
+  const __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const __m512 f = _mm512_sub_ps(x, whole);
+  __m512 p = _mm512_fmadd_ps(f, _mm512_set1_ps(0.0095827701f), _mm512_set1_ps(0.0559062282f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0.2402409911f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0.6931242347f));
+  return _mm512_scalef_ps(_mm512_fmadd_ps(p, f, _mm512_set1_ps(1.0f)), whole);
+}
+
+// As `soften`, to bfloat16.
+LLMX_INLINE void soften_pairs(const Task& t, const Desk& desk, const Rows& rows, int64_t from, int i, State& now) {
+  constexpr float LOG2_E = 1.44269504f;
+  const int64_t low = desk.lows[rows.row + i] - from, high = desk.highs[rows.row + i] - from;
+  const int64_t begin = rows.low / STRIP * STRIP;
+  float* scores = desk.weights + (rows.row + i) * TILE;
+  F highest = all(LOWEST), total = zero();
+  for (int64_t b = begin; b < rows.high; b += STRIP) {
+    F s = load(scores + b);
+    if (t.cap != 0.0f) s = mul(tanh_of(div(s, all(t.cap))), all(t.cap));
+    if (b < low || b + STRIP > high) {
+      const uint32_t before = b >= low ? 0 : low - b < STRIP ? (1u << (low - b)) - 1 : 0xFFFFu;
+      const uint32_t until = b >= high ? 0 : high - b < STRIP ? (1u << (high - b)) - 1 : 0xFFFFu;
+      const __mmask16 seen = static_cast<__mmask16>(until & ~before);
+      s.v = _mm512_mask_mov_ps(_mm512_set1_ps(-__builtin_inff()), seen, s.v);
+    }
+    store(scores + b, s);
+    highest = most(s, highest);
+  }
+  now.best[i] = most_of(highest);
+  const F down = all(-LOG2_E * now.best[i]);
+  for (int64_t b = begin; b < rows.high; b += STRIP) {
+    const F weight = {power_of_two_of(fma(load(scores + b), all(LOG2_E), down).v)};
+    const bool scaled = t.kind == 3;
+    const F kept = scaled ? mul(weight, load(desk.strips[b / STRIP].value_scales)) : weight;
+    const __m256i rounded = (__m256i)_mm512_cvtneps_pbh(kept.v);
+    const F back = {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(rounded), 16))};
+    total = add(total, scaled ? weight : back);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(reinterpret_cast<uint16_t*>(scores) + b), rounded);  // of scores read
+  }
+  now.total[i] = sum_of(total);
+}
+
+#endif
+
 // The tile that begins at key `from` joins sums, best and total.
 void take_tile(const Task& t, Desk& desk, int64_t from) {
   const int64_t end = from + TILE, low = desk.low > from ? desk.low : from, high = desk.high < end ? desk.high : end;
   if (low >= high) return;
   find_strips(t, desk, from, low, high);
+  const int how = t.kind + (t.pairs ? PAIRED : 0);
   const int64_t blocks = (desk.rows + MOST_ROWS - 1) / MOST_ROWS;
   for (int64_t block = 0; block < blocks; ++block) {
     Rows rows{desk.rows * block / blocks, TILE, 0, 0};
@@ -277,12 +437,17 @@ void take_tile(const Task& t, Desk& desk, int64_t from) {
       rows.high = last > rows.high ? last : rows.high;
     }
     if (rows.low >= rows.high) continue;
-    multiply(t.kind, desk, rows, t.dim, nullptr);
+    multiply(how, desk, rows, t.dim, nullptr);
     State now;
     __builtin_memset(&now, 0, sizeof now);
-    for (int i = 0; i < rows.count; ++i) soften(t, desk, rows, from, i, now);
+#if defined(__AVX512BF16__)
+    if (t.pairs)
+      for (int i = 0; i < rows.count; ++i) soften_pairs(t, desk, rows, from, i, now);
+    else
+#endif
+      for (int i = 0; i < rows.count; ++i) soften(t, desk, rows, from, i, now);
     join(now, desk.best + rows.row, desk.total + rows.row, rows.count, desk.fades + 2 * rows.row);
-    multiply(t.kind, desk, rows, t.dim, desk.sums);
+    multiply(how, desk, rows, t.dim, desk.sums);
   }
 }
 
@@ -304,6 +469,22 @@ void clear(Desk& desk, float* sums, float* best, float* total) {
   __builtin_memset(sums, 0, static_cast<uint64_t>(desk.rows * desk.padded) * sizeof(float));
   for (int64_t row = 0; row < desk.rows; ++row) best[row] = LOWEST, total[row] = 0.0f;
 }
+
+#if defined(__AVX512BF16__)
+
+// A query in bfloat16, pair by pair, `step` pairs apart.
+LLMX_INLINE void put_pairs(const Task& t, const float* q, uint32_t* to, int64_t step) {
+  for (int64_t d = 0; d < t.dim; d += LANES) {
+    const int64_t count = t.dim - d < LANES ? t.dim - d : LANES;
+    const __m512 some = _mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << count) - 1), q + d);
+    uint32_t two[LANES / 2];
+    const __m256i rounded = (__m256i)_mm512_cvtneps_pbh(_mm512_mul_ps(some, _mm512_set1_ps(t.scale)));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(two), rounded);
+    for (int64_t i = 0; i < count / 2; ++i) to[(d / 2 + i) * step] = two[i];
+  }
+}
+
+#endif
 
 // Memory of the thread, the queries by the head's scale, and an empty state.
 Desk prepare(const Task& t, const int64_t* unit, int64_t head, int thread) {
@@ -331,6 +512,12 @@ Desk prepare(const Task& t, const int64_t* unit, int64_t head, int thread) {
       desk.lows[row] = t.window > 0 && prefix - t.window > t.first ? prefix - t.window : t.first;
       const float* from = t.q + (query * t.heads + head * desk.group + row % desk.group) * t.dim;
       float* to = desk.q + begin * t.dim + (row - begin);
+#if defined(__AVX512BF16__)
+      if (t.pairs) {
+        put_pairs(t, from, reinterpret_cast<uint32_t*>(to), end - begin);
+        continue;
+      }
+#endif
       for (int64_t d = 0; d < t.dim; ++d) to[d * (end - begin)] = from[d] * t.scale;
     }
   }
@@ -448,8 +635,9 @@ void attention(float* out, const float* q, const uint8_t* keys, const uint8_t* v
                const int64_t* units, int64_t count, const int64_t* prefix, const int64_t* table, int64_t width,
                int64_t size, const int64_t* base, const int64_t* paths, int64_t depth, const float* sinks, float scale,
                float cap, int64_t window, int64_t first, int32_t threads) {
-  Task task{out,   q,     keys,   values, scales, heads, kv_heads, dim,   block_bytes, head_bytes, kind,  units, count,
-            prefix, table, base, paths,  width,  size,  depth,    sinks, scale,       cap,        window, first};
+  const bool pairs = PAIRS && kind >= 2 && dim % 2 == 0;
+  Task task{out,   q,      keys,  values, scales, heads, kv_heads, dim,   block_bytes, head_bytes, kind,   pairs, units,
+            count, prefix, table, base,   paths,  width, size,     depth, sinks,       scale,      cap,    window, first};
   if (!attend_split(task, threads)) llmx_pool::each(attend, &task, count * kv_heads, threads);
 }
 

@@ -71,7 +71,12 @@
 #else
 #define LLMX_AVX512(X)
 #endif
-#define LLMX_ISAS(X) X(portable) LLMX_AVX2(X) LLMX_AVX512(X)
+#if defined(__x86_64__) && !defined(LLMX_WITHOUT_AVX512BF16)
+#define LLMX_AVX512BF16(X) X(avx512bf16)
+#else
+#define LLMX_AVX512BF16(X)
+#endif
+#define LLMX_ISAS(X) X(portable) LLMX_AVX2(X) LLMX_AVX512(X) LLMX_AVX512BF16(X)
 
 #define LLMX_DECLARE(isa, name, args) void name args;
 #ifdef LLMX_ISA

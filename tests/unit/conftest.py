@@ -9,7 +9,7 @@ import pytest
 from llmx.kernels import cpu
 
 
-@pytest.fixture(params=["portable", "avx2", "avx512"])
+@pytest.fixture(params=["portable", "avx2", "avx512", "avx512bf16"])
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     """Each instruction set of the C++ kernels, switched to."""
     library = cpu.native()
