@@ -6,7 +6,8 @@
 // are merged from left to right, by whichever thread. So a query's bits depend on nothing but what it sees.
 //
 // Where the processor multiplies pairs of bfloat16 (VDPBF16PS), and keys and values are no wider than that, it does: the
-// scaled queries and the weights are rounded to bfloat16 then, to the nearest, and a chain's step is two products.
+// weights and the scaled queries are rounded to bfloat16 then, to the nearest, and a chain's step is two products. Beside
+// keys of 8 bits a query keeps what that rounds away, as a second one.
 #include "ops.h"
 #include "runtime/pool.h"
 #include "tile.h"
@@ -60,8 +61,8 @@ struct Rows {
 struct Desk {
   int64_t token, row, head, group, rows, padded, low, high;  // what any row sees: [low, high)
   int64_t *lows, *highs;
-  // q: [dimension][row] of each block of rows, or [pair of dimensions][row] with two bfloat16 each. weights: of a row
-  // TILE numbers, or, in their first half, bfloat16.
+  // q: [dimension][row] of each block of rows, or [pair of dimensions][row] with two bfloat16 each, then (int8) what their
+  // rounding left. weights: of a row TILE numbers, or, in their first half, bfloat16.
   float *q, *weights, *sums, *best, *total, *fades;
   uint8_t* copies;  // of strips that don't lie in one piece
   int64_t copy_bytes;
@@ -151,7 +152,10 @@ LLMX_INLINE void score_pairs(const Strip* strips, const Strip* end, const uint32
     for (int b = 0; b < B; ++b) {
       const __m512bh keys = pair<KIND>(at[b], at[b] + strips[b].key_step);
       at[b] += 2 * strips[b].key_step;
-      for (int r = 0; r < R; ++r) sums[r][b] = add_products(sums[r][b], keys, q[d / 2 * R + r]);
+      for (int r = 0; r < R; ++r) {
+        sums[r][b] = add_products(sums[r][b], keys, q[d / 2 * R + r]);
+        if constexpr (KIND == 3 + PAIRED) sums[r][b] = add_products(sums[r][b], keys, q[(dim + d) / 2 * R + r]);
+      }
     }
   }
   for (int b = 0; b < B; ++b)
@@ -472,15 +476,21 @@ void clear(Desk& desk, float* sums, float* best, float* total) {
 
 #if defined(__AVX512BF16__)
 
-// A query in bfloat16, pair by pair, `step` pairs apart.
+// A query in bfloat16, pair by pair, `step` pairs apart; with keys of 8 bits then what rounding it left, in the same way.
 LLMX_INLINE void put_pairs(const Task& t, const float* q, uint32_t* to, int64_t step) {
   for (int64_t d = 0; d < t.dim; d += LANES) {
     const int64_t count = t.dim - d < LANES ? t.dim - d : LANES;
     const __m512 some = _mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << count) - 1), q + d);
+    const __m512 x = _mm512_mul_ps(some, _mm512_set1_ps(t.scale));
     uint32_t two[LANES / 2];
-    const __m256i rounded = (__m256i)_mm512_cvtneps_pbh(_mm512_mul_ps(some, _mm512_set1_ps(t.scale)));
+    const __m256i rounded = (__m256i)_mm512_cvtneps_pbh(x);
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(two), rounded);
     for (int64_t i = 0; i < count / 2; ++i) to[(d / 2 + i) * step] = two[i];
+    if (t.kind != 3) continue;
+    const __m512 back = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(rounded), 16));
+    const __m256i rest = (__m256i)_mm512_cvtneps_pbh(_mm512_sub_ps(x, back));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(two), rest);
+    for (int64_t i = 0; i < count / 2; ++i) to[((t.dim + d) / 2 + i) * step] = two[i];
   }
 }
 
