@@ -30,6 +30,7 @@ opened in a room above the bakery. When the gold was gone, the people stayed: th
 DEFINITIONS = {
     "gap": "mean |log-probability of the engine - of llmx| over the tokens of a text, in nats, on one checkpoint",
     "largest": "the largest of these differences",
+    "shift": "the mean of these differences with their sign: weights that are read wrongly make a text less likely",
     "loss": "the same mean between llmx on the checkpoint and llmx on its source",
 }
 
@@ -93,7 +94,7 @@ def in_process(python: str, engine: str, model: Path, ids: list[int]) -> dict[st
 
 def differences(one: list[float], other: list[float]) -> dict[str, float]:
     gaps = [abs(a - b) for a, b in zip(one, other, strict=True)]
-    return {"gap": sum(gaps) / len(gaps), "largest": max(gaps)}
+    return {"gap": sum(gaps) / len(gaps), "largest": max(gaps), "shift": (sum(one) - sum(other)) / len(one)}
 
 
 def main() -> int:
@@ -140,7 +141,8 @@ def main() -> int:
                 continue
             found[name] = differences(theirs["scores"], ours["scores"]) | {"versions": theirs["versions"]}
             failed |= found[name]["gap"] > flags.most
-            say(f"  {name}: gap {found[name]['gap']:.4f}, largest {found[name]['largest']:.4f}")
+            gap, largest, shift = (found[name][figure] for figure in ("gap", "largest", "shift"))
+            say(f"  {name}: gap {gap:.4f}, largest {largest:.4f}, shift {shift:+.4f}")
         results[checkpoint.name] = found
     publish(
         Report("quantized_elsewhere", results, model={"name": str(flags.source)}, definitions=DEFINITIONS), flags.json
