@@ -55,8 +55,10 @@ def test_each_intrinsic_is_as_it_is_defined(tmp_path: Path) -> None:
 
 
 def test_what_kernels_call_is_what_is_emulated_and_checked() -> None:
+    # what the set avx512bf16 has beside it is not compiled for this one
+    more = re.compile(r"^#if defined\(__AVX512BF16__\)$.*?^#endif$", re.MULTILINE | re.DOTALL)
     names = [
-        set(re.findall(r"\b_mm512_\w+", "".join(file.read_text() for file in files)))
+        set(re.findall(r"\b_mm512_\w+", "".join(more.sub("", file.read_text()) for file in files)))
         for files in ([*CPU.glob("*.cpp"), *CPU.glob("*.h")], [DRIVER])
     ]
     defined = re.findall(r"EMULATED \w+ (_mm512_\w+)\(|EACH\(\w+, (\w+), |SHIFT\((\w+)\)\n", HEADER.read_text())
