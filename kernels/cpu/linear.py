@@ -1,4 +1,4 @@
-"""Linear layers straight from packed weights, and the packing. `linear.cpp` says what lies where."""
+"""Linear layers straight from packed weights, and the packing. `packed.h` says what lies where."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from llmx.kernels.cpu.convert import narrowed, wide
 from llmx.kernels.cpu.memory import take
 
 LANES = 16  # outputs in a block
+SUPER, LINE = 256, 64  # inputs that share a d where groups have scales of a byte; bytes of a cache line
 GROUP, ROUNDED_BYTES = 32, 48  # inputs that are rounded together, and what is kept of them
 WHOLE = 3  # the first of the formats in whole numbers
 FORMATS = {
@@ -26,14 +27,22 @@ def packed_bytes(layout: str, n_in: int) -> int:
     """Of a block of 16 outputs."""
     if layout in DTYPES.values():
         return n_in * LANES * (4 if layout == "F32" else 2)
-    groups, supers = n_in // 32, -(-n_in // 256)
-    bits, _, small = layout[1:].partition("*")
-    minimum = layout.endswith("m")
-    codes = groups * LANES * 32 * int(bits[0]) // 8
+    groups, (bunch, header) = n_in // GROUP, _bunch(layout)
+    return -(-groups // bunch) * header + groups * _code_bytes(layout)
+
+
+def _code_bytes(layout: str) -> int:
+    """Of a group of 16 outputs."""
+    return LANES * GROUP * int(layout[1]) // 8
+
+
+def _bunch(layout: str) -> tuple[int, int]:
+    """(groups in a bunch, bytes of what precedes its codes)"""
+    kinds, (_, _, small) = 1 + layout.endswith("m"), layout.partition("*")
     if not small:
-        return codes + (1 + minimum) * groups * 2 * LANES
-    each = groups * (2 if small[0] == "f" else 1) * LANES
-    return codes + (1 + minimum) * (each + supers * 2 * LANES)
+        return 2 // kinds, 2 * 2 * LANES
+    units = SUPER // GROUP * (2 if small[0] == "f" else 1)
+    return SUPER // GROUP, -(-kinds * (2 * LANES + units * LANES) // LINE) * LINE
 
 
 def new_packed(layout: str, n_out: int, n_in: int) -> Tensor:
@@ -63,12 +72,25 @@ def pack_codes(
     """
     dwords = _dwords(_filled(codes).view(torch.uint8).unflatten(1, (-1, 8, 4)), int(layout[1]))
     vectors = dwords.unflatten(0, (-1, LANES)).permute(0, 2, 3, 1)  # (blocks, groups, vectors, 16)
+    groups, (bunch, header) = vectors.shape[1], _bunch(layout)
+    count = -(-groups // bunch)
+    bunches = torch.zeros(len(vectors), count, header + bunch * _code_bytes(layout), dtype=torch.uint8)
+
+    def put(at: int, part: Tensor, each: int) -> int:
+        """part (blocks, n, ...), `each` in a bunch -> where it ends there"""
+        filled = part.new_zeros(len(part), count * each, *part.shape[2:])
+        filled[:, : part.shape[1]] = part
+        data = filled.view(len(part), count, -1).view(torch.uint8)
+        bunches[:, :, at : at + data.shape[2]] = data
+        return at + data.shape[2]
+
     at = 0
-    for section in (vectors, *(_lanes(part) for part in (scales, minima, d, e) if part is not None)):
-        size = section[0].numel() * section.element_size()
-        packed[:, at : at + size].view(section.dtype).copy_(section.flatten(1))
-        at += size
-    assert at == packed.shape[1], "a section is missing"
+    for half in (d, e):
+        at = at if half is None else put(at, _lanes(half), bunch if scales is None else 1)
+    for small in (scales, minima):
+        at = at if small is None else put(at, _lanes(small), bunch * small.shape[1] // groups)
+    put(header, vectors, bunch)
+    packed.copy_(bunches.flatten(1)[:, : packed.shape[1]])
 
 
 def _dwords(codes: Tensor, bits: int) -> Tensor:

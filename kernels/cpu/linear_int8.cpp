@@ -217,7 +217,7 @@ LLMX_INLINE void gain(const Source& source, int64_t group, int turn, const int32
 LLMX_UNROLL
   for (int part = 0; part < PARTS; ++part) {
     if (part) __asm__("" : "+r"(x));  // or GCC keeps what all parts read in registers, and runs out of them
-    const uint8_t* codes = source.codes + group * Source::CODES + 4 * WIDE * part;
+    const uint8_t* codes = source.codes(group) + 4 * WIDE * part;
     const V weights = part_of(source.scale, part);
     Dots<K> dots[R];
     LLMX_UNROLL for (int r = 0; r < R; ++r) dots[r] = no_dots<K>();

@@ -1,4 +1,4 @@
-// From GGUF's blocks to the packed layouts of linear.cpp, several blocks of outputs at once. What the types mean is
+// From GGUF's blocks to the packed layouts of packed.h, several blocks of outputs at once. What the types mean is
 // defined by llmx/schemes/gguf_*.py, and what lies where by kernels/cpu/linear.py's pack_codes; tests hold both against
 // this. A new type needs a reader here, and codes of another width a way to write them.
 #include "ops.h"
@@ -175,28 +175,29 @@ inline void write_codes(uint8_t* group, const uint8_t* codes, int lane, int bits
 template <class Kind>
 void pack_block(const Job& job, int64_t block) {
   const Layout layout = job.layout;
-  const int64_t groups = job.inputs / GROUP, code_bytes = LANES * GROUP * layout.bits / 8;
-  const int64_t units = layout.fine ? 2 * groups : groups;  // scales of an output
-  uint8_t* codes = job.packed + block * job.block_bytes;
-  uint8_t* scales = codes + groups * code_bytes;
-  uint8_t* minima = scales + (layout.small ? units * LANES : 0);
-  uint8_t* d = minima + (layout.small && layout.minimum ? units * LANES : 0);
-  uint8_t* e = d + (layout.small ? (job.inputs + SUPER - 1) / SUPER : groups) * 2 * LANES;
+  const int64_t code_bytes = LANES * GROUP * layout.bits / 8, kinds = layout.minimum ? 2 : 1;
+  const int64_t groups = layout.small ? SUPER / GROUP : 2 / kinds;  // in a bunch: packed.h
+  const int64_t scale_bytes = layout.small ? groups * (layout.fine ? 2 : 1) * LANES : 0;
+  const int64_t half_bytes = (layout.small ? 1 : groups) * 2 * LANES;
+  const int64_t header = (kinds * (scale_bytes + half_bytes) + 63) / 64 * 64;
   const int64_t first = block * LANES, left = job.outputs - first;
   Parts p = {};
-  for (int64_t at = 0; at < job.inputs / Kind::SIZE; ++at)
+  for (int64_t at = 0; at < job.inputs / Kind::SIZE; ++at) {
+    const int64_t group = at * (Kind::SIZE / GROUP), within = group % groups;
+    uint8_t* bunch = job.packed + block * job.block_bytes + group / groups * (header + groups * code_bytes);
+    uint8_t *d = bunch + within * 2 * LANES, *e = d + half_bytes, *scales = bunch + kinds * half_bytes;
     for (int lane = 0; lane < LANES && lane < left; ++lane) {
       Kind::read(p, job.rows + (first + lane) * job.row_bytes + at * Kind::BYTES);
       for (int g = 0; g < Kind::SIZE / GROUP; ++g)
-        write_codes(codes + (at * (Kind::SIZE / GROUP) + g) * code_bytes, p.codes + GROUP * g, lane, layout.bits);
-      const int each = layout.small ? Kind::SIZE / (layout.fine ? 16 : 32) : 0;
-      for (int i = 0; i < each; ++i) {
-        scales[(at * each + i) * LANES + lane] = p.scales[i];
-        if (layout.minimum) minima[(at * each + i) * LANES + lane] = p.minima[i];
+        write_codes(bunch + header + (within + g) * code_bytes, p.codes + GROUP * g, lane, layout.bits);
+      for (int i = 0; i < scale_bytes / LANES; ++i) {
+        scales[i * LANES + lane] = p.scales[i];
+        if (layout.minimum) scales[scale_bytes + i * LANES + lane] = p.minima[i];
       }
-      copy(d + 2 * (at * LANES + lane), p.d, 2);
-      if (layout.minimum) copy(e + 2 * (at * LANES + lane), p.e, 2);
+      copy(d + 2 * lane, p.d, 2);
+      if (layout.minimum) copy(e + 2 * lane, p.e, 2);
     }
+  }
 }
 
 template <class Kind>

@@ -7,52 +7,57 @@ namespace {
 
 constexpr int SUPER = 256;  // inputs that share a d where groups have small scales
 
-// The sections of a block of 16 outputs, one after the other; of each group (or 256 inputs) 16 lanes:
-//   codes: vectors of 16 dwords, of output n in dword n; a dword is four inputs, a byte each. With 8 bits vector j holds
-//          inputs 4j … 4j+3, j = 0 … 7. With fewer, vector j = 0 … 3 holds the low four bits of inputs 4j …, and in the
-//          bytes' high halves those of inputs 16+4j … ; then the rest: bit j of a byte of vector 4 is the fifth bit of
-//          what byte of inputs 4j …; or bits 2(j % 4) and the next of vector 4 + j / 4 are its fifth and sixth.
-//   SMALL: a byte for the scale, then (MIN) a byte for the minimum, of each 32 or (FINE) 16 inputs; then d and e as
-//          float16 of each 256. Else d (and with MIN m) as float16 of each 32.
+// A block of 16 outputs is one stream, in the order in which it is read: bunches of groups of 32 inputs, first what all of
+// a bunch needs beside codes, then the codes. Of all there are 16 lanes, one after the other.
+//   SMALL: a bunch is 256 inputs: d and (MIN) e as float16, then a byte for the scale and (MIN) a byte for the minimum of
+//          each 32 or (FINE) 16 inputs, and zeros up to a whole cache line. Else d and (MIN) m as float16 of each 32, of
+//          one group with MIN and of two without, which fill whole cache lines.
+//   codes: of each group vectors of 16 dwords, of output n in dword n; a dword is four inputs, a byte each. With 8 bits
+//          vector j holds inputs 4j … 4j+3, j = 0 … 7. With fewer, vector j = 0 … 3 holds the low four bits of inputs
+//          4j …, and in the bytes' high halves those of inputs 16+4j … ; then the rest: bit j of a byte of vector 4 is the
+//          fifth bit of what byte of inputs 4j …; or bits 2(j % 4) and the next of vector 4 + j / 4 are its fifth and
+//          sixth.
+// The last bunch ends with the last group.
 // A weight is (d * scale) * code - e * minimum, or d * code + m.
 template <int BITS_, bool SIGNED_, bool SMALL, bool FINE_, bool MIN_>
 struct Packed {
   static constexpr int BITS = BITS_, CODES = 64 * BITS;
   static constexpr bool SIGNED = SIGNED_, FINE = FINE_, MIN = MIN_;
-  const uint8_t *codes, *scales, *minima, *d, *e;
+  static constexpr int KINDS = MIN ? 2 : 1, HALVES = 2 * LANES;  // bytes of a d
+  static constexpr int GROUPS = SMALL ? SUPER / GROUP : 2 / KINDS;  // in a bunch
+  static constexpr int SCALES = SMALL ? GROUPS * (FINE ? 2 : 1) * LANES : 0;
+  static constexpr int HEADER = (KINDS * (SCALES + (SMALL ? 1 : GROUPS) * HALVES) + 63) / 64 * 64;
+  const uint8_t* block;
   F scale, minimum;
 
-  LLMX_INLINE Packed(const uint8_t* block, int64_t inputs) {
-    const int64_t groups = inputs / GROUP, supers = (inputs + SUPER - 1) / SUPER;
-    const int64_t small = SMALL ? groups * (FINE ? 2 : 1) * LANES : 0;
-    const int64_t halves = (SMALL ? supers : groups) * 2 * LANES;
-    codes = block;
-    scales = codes + groups * CODES;
-    minima = scales + small;
-    d = minima + (MIN ? small : 0);
-    e = d + halves;
+  LLMX_INLINE Packed(const uint8_t* from, int64_t) : block(from) {}
+  LLMX_INLINE static int64_t bunch(int64_t group) { return group / GROUPS * (HEADER + GROUPS * CODES); }
+  LLMX_INLINE const uint8_t* codes(int64_t group) const {
+    return block + bunch(group) + HEADER + group % GROUPS * CODES;
   }
   LLMX_INLINE void begin(int64_t group, int part) {  // part: the half of a group that begins
     if (part == 1 && !(SMALL && FINE)) return;
+    const uint8_t* d = block + bunch(group) + (SMALL ? 0 : group % GROUPS * HALVES);
+    const uint8_t* e = d + (SMALL ? 1 : GROUPS) * HALVES;
     if constexpr (SMALL) {
-      const int64_t at = (FINE ? 2 * group + part : group) * LANES, super = group / (SUPER / GROUP) * 2 * LANES;
-      scale = mul(MIN ? load_bytes(scales + at) : load_signed(scales + at), load_half(d + super));
-      if constexpr (MIN) minimum = mul(mul(load_bytes(minima + at), load_half(e + super)), all(-1.0f));
+      const uint8_t* at = d + KINDS * HALVES + (FINE ? 2 * (group % GROUPS) + part : group % GROUPS) * LANES;
+      scale = mul(MIN ? load_bytes(at) : load_signed(at), load_half(d));
+      if constexpr (MIN) minimum = mul(mul(load_bytes(at + SCALES), load_half(e)), all(-1.0f));
     } else {
-      scale = load_half(d + group * 2 * LANES);
-      if constexpr (MIN) minimum = load_half(e + group * 2 * LANES);
+      scale = load_half(d);
+      if constexpr (MIN) minimum = load_half(e);
     }
   }
-  // Into the cache: what lies `ahead` of a group's codes and scales.
+  // Into the cache: what lies `ahead` of a group.
   LLMX_INLINE void fetch(int64_t group, int64_t ahead) const {
-    for (int line = 0; line < BITS; ++line) __builtin_prefetch(codes + group * CODES + 64 * line + ahead);
-    const int64_t at = SMALL ? (FINE ? 2 : 1) * LANES : 2 * LANES;  // bytes of a group's scales
-    __builtin_prefetch((SMALL ? scales : d) + group * at + ahead);
-    if constexpr (MIN) __builtin_prefetch((SMALL ? minima : e) + group * at + ahead);
+    const uint8_t* at = codes(group) + ahead;
+    if (group % GROUPS == 0)
+      for (int byte = 0; byte < HEADER; byte += 64) __builtin_prefetch(at - HEADER + byte);
+    for (int line = 0; line < BITS; ++line) __builtin_prefetch(at + 64 * line);
   }
   // Of input 16 * part + 4 * i + byte of the group.
   LLMX_INLINE F weight(int64_t group, int part, int i, int byte) const {
-    const uint8_t* at = codes + group * CODES;
+    const uint8_t* at = codes(group);
     const int j = 4 * part + i;
     I code = load_words(at + 64 * (BITS == 8 ? j : i));
     if constexpr (BITS == 8) {
