@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -64,3 +65,33 @@ def test_a_busy_neighbour_changes_no_token_and_is_held_against_quiet_runs() -> N
         pairs = zip(found["rounds"][kind][what], found["rounds"]["quiet"][what], strict=True)
         assert ratio == pytest.approx(sorted(busy / quiet for busy, quiet in pairs)[1])
     assert (code == 0) is (min(found["ratios"].values()) >= found["goal"])
+
+
+def test_the_simulation_of_batching_serves_in_the_order_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    serve = importlib.import_module("batching_limits").serve
+
+    def run(most: int, shortest: bool = False, static: bool = False) -> Any:
+        return serve(lambda decodes, prompt: 1.0, [0.0, 0.5], [(1, 3), (1, 1)], most, shortest, static)
+
+    assert run(2, static=True) == [3, 3.5]  # the second waits for all of the first batch
+    assert run(2) == [3, 1.5]
+    assert run(1) == [3, 3.5]
+    assert run(1, shortest=True) == [4, 1.5]
+    costs: list[tuple[int, int]] = []
+
+    def cost(decodes: int, prompt: int) -> float:
+        costs.append((decodes, prompt))
+        return 1.0
+
+    serve(cost, [0.0, 0.0], [(5, 2), (7, 1)], 2, False, False)
+    assert costs == [(2, 12), (1, 0)]  # sequences, and tokens of prompts
+
+
+def test_what_batching_could_gain_is_told_for_each_order() -> None:
+    flags = ["--model", "random:tiny", "--requests", "8", "--seeds", "3", "--rounds", "1"]
+    code, found = results("batching_limits.py", *flags)
+    assert code == 0
+    assert len(found["p99_e2el_lower_by"]) == 5
+    assert all(len(gains) == 3 and max(gains) < 1 for gains in found["p99_e2el_lower_by"].values())
+    assert list(found["step_ms"]) == ["1", "2", "4", "8", "12", "16", "24", "32"]
