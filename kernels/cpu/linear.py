@@ -89,6 +89,7 @@ def pack_codes(
         at = at if half is None else put(at, _lanes(half), bunch if scales is None else 1)
     for small in (scales, minima):
         at = at if small is None else put(at, _lanes(small), bunch * small.shape[1] // groups)
+    assert -(-at // LINE) * LINE == header, "a part is missing"
     put(header, vectors, bunch)
     packed.copy_(bunches.flatten(1)[:, : packed.shape[1]])
 
