@@ -23,7 +23,7 @@ constexpr int64_t ROW_BYTES = 8 * 4 + 4 * 4;
 struct Rounding {
   const float* x;
   uint8_t* to;
-  int64_t rows, inputs, tiles;
+  int64_t rows, inputs, tiles, parts;  // a task is a part of a tile's inputs
 };
 
 struct Sums {
@@ -138,36 +138,37 @@ LLMX_INLINE void round_one(const float* x, uint8_t* to, int64_t count, int64_t r
   __builtin_memcpy(to + 4 * (11 * count + row), &sums.first_less, 4);
 }
 
-void round_tile(void* context, int64_t tile, int) {
+void round_part(void* context, int64_t task, int) {
   const Rounding& r = *static_cast<const Rounding*>(context);
-  const int64_t first = r.rows * tile / r.tiles, count = r.rows * (tile + 1) / r.tiles - first, n = r.inputs;
-  const int64_t groups = n / GROUP;
+  const int64_t tile = task / r.parts, part = task % r.parts, n = r.inputs, groups = n / GROUP;
+  const int64_t first = r.rows * tile / r.tiles, count = r.rows * (tile + 1) / r.tiles - first;
+  const int64_t from = groups * part / r.parts, end = groups * (part + 1) / r.parts;
   uint8_t* to = r.to + first * groups * ROW_BYTES;
   const float* x = r.x + first * n;
   int64_t row = 0;
 #if defined(__AVX2__)
   for (; row + 4 <= count; row += 4)
-    for (int64_t g = 0; g < groups; ++g) {
+    for (int64_t g = from; g < end; ++g) {
       const float* at = x + row * n + g * GROUP;
       put_rows(round_four({at, at + n, at + 2 * n, at + 3 * n}), to + g * count * ROW_BYTES, count, row);
     }
 #endif
   for (; row < count; ++row) {
-    int64_t g = 0;
+    int64_t g = from;
 #if defined(__AVX2__)
-    for (; g + 4 <= groups; g += 4) {
+    for (; g + 4 <= end; g += 4) {
       const float* at = x + row * n + g * GROUP;
       put_groups(round_four({at, at + GROUP, at + 2 * GROUP, at + 3 * GROUP}), to + g * count * ROW_BYTES, count, row);
     }
 #endif
-    for (; g < groups; ++g) round_one(x + row * n + g * GROUP, to + g * count * ROW_BYTES, count, row);
+    for (; g < end; ++g) round_one(x + row * n + g * GROUP, to + g * count * ROW_BYTES, count, row);
   }
 }
 
 struct Job {
   const uint8_t* packed;
   int64_t block_bytes, inputs, outputs, rows, tiles;
-  const uint8_t* x;  // as round_tile leaves it
+  const uint8_t* x;  // as round_part leaves it
   float* out;        // (rows, stride)
   int64_t stride;
   const float* bias;
@@ -252,7 +253,7 @@ void tile(const Job& job, int64_t row, int64_t block) {
     LLMX_UNROLL for (int part = 0; part < PARTS; ++part) hold(sums[r][part], every(0.0f));
   }
   for (int64_t group = 0; group < job.inputs / GROUP; ++group, x += R * ROW_BYTES) {
-    source.fetch(group, job.block_bytes);  // of the next block: a block is too short for the processor to guess
+    source.template fetch<R == 1 ? 3 : 2>(group, job.block_bytes);  // of the next block, which is too short to be guessed
     source.begin(group, 0);
     gain<Source, R>(source, group, 0, reinterpret_cast<const int32_t*>(x), sums);
     if constexpr (Source::FINE) {
@@ -298,8 +299,9 @@ void linear_int8(float* out, int64_t stride, const float* x, uint8_t* rounded, i
                  int32_t threads) {
   const int64_t tiles = (rows + INT8_ROWS - 1) / INT8_ROWS;
   if (x != nullptr) {
-    Rounding rounding{x, rounded, rows, inputs, tiles};
-    llmx_pool::each(round_tile, &rounding, tiles, rows * inputs < SOME ? 1 : threads);
+    const bool few = tiles < 4 * threads && rows * inputs >= SOME * tiles;  // too few tiles to share them evenly
+    Rounding rounding{x, rounded, rows, inputs, tiles, few ? threads : 1};
+    llmx_pool::each(round_part, &rounding, tiles * rounding.parts, rows * inputs < SOME ? 1 : threads);
   }
   Job job{packed, block_bytes, inputs, outputs, rows, tiles, rounded, out, stride, bias, 0};
   switch (format) {

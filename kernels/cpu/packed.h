@@ -49,11 +49,12 @@ struct Packed {
     }
   }
   // Into the cache: what lies `ahead` of a group.
+  template <int LEVEL>
   LLMX_INLINE void fetch(int64_t group, int64_t ahead) const {
     const uint8_t* at = codes(group) + ahead;
     if (group % GROUPS == 0)
-      for (int byte = 0; byte < HEADER; byte += 64) __builtin_prefetch(at - HEADER + byte);
-    for (int line = 0; line < BITS; ++line) __builtin_prefetch(at + 64 * line);
+      for (int byte = 0; byte < HEADER; byte += 64) __builtin_prefetch(at - HEADER + byte, 0, LEVEL);
+    for (int line = 0; line < BITS; ++line) __builtin_prefetch(at + 64 * line, 0, LEVEL);
   }
   // Of input 16 * part + 4 * i + byte of the group.
   LLMX_INLINE F weight(int64_t group, int part, int i, int byte) const {

@@ -10,23 +10,25 @@ namespace {
 constexpr int LANES = 16;
 constexpr int WIDEST_HEAD = 1024;
 constexpr int64_t SOME = 16 * 1024;  // numbers that are worth a task of their own
+constexpr int64_t DEARER = 4;  // an exponential and a division, beside what a norm does with a number
 
 struct Rows {
-  int64_t rows, each;  // rows of a task
+  int64_t rows, tasks;
   void (*one)(void*, int64_t);
   void* context;
 };
 
 void some(void* context, int64_t task, int) {
   const Rows& r = *static_cast<const Rows*>(context);
-  const int64_t end = (task + 1) * r.each < r.rows ? (task + 1) * r.each : r.rows;
-  for (int64_t row = task * r.each; row < end; ++row) r.one(r.context, row);
+  const int64_t end = r.rows * (task + 1) / r.tasks;
+  for (int64_t row = r.rows * task / r.tasks; row < end; ++row) r.one(r.context, row);
 }
 
 void each_row(void (*one)(void*, int64_t), void* context, int64_t rows, int64_t numbers, int32_t threads) {
-  const int64_t each = numbers < SOME ? (SOME + numbers - 1) / numbers : 1;
-  Rows r{rows, each, one, context};
-  llmx_pool::each(some, &r, (rows + each - 1) / each, threads);
+  int64_t tasks = (rows * numbers + SOME - 1) / SOME;
+  if (tasks > 1) tasks = (tasks + threads - 1) / threads * threads;  // as many for each thread
+  Rows r{rows, tasks < rows ? tasks : rows, one, context};
+  llmx_pool::each(some, &r, r.tasks, threads);
 }
 
 // Calls use(at, count) for runs of 16 numbers, the last with fewer.
@@ -308,8 +310,8 @@ void rope_and_write(float* q, const float* qkv, int64_t rows, uint8_t* keys, uin
 
 void gated(float* out, const float* x, int64_t rows, int64_t inner, int32_t kind, int32_t threads) {
   Gate g{out, x, inner};
-  each_row(kind == SILU ? gate_row<SILU> : kind == GELU ? gate_row<GELU> : gate_row<GELU_TANH>, &g, rows, inner,
-           threads);
+  each_row(kind == SILU ? gate_row<SILU> : kind == GELU ? gate_row<GELU> : gate_row<GELU_TANH>, &g, rows,
+           DEARER * inner, threads);
 }
 
 void norm_heads(float* out, const float* x, int64_t rows, int64_t width, int64_t q_width, int64_t k_width,
