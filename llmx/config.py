@@ -8,7 +8,7 @@ from llmx.errors import UsageError
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 KV_DTYPES = ("auto", "float32", "float16", "bfloat16", "int8")
-ACTIVATIONS = ("auto", "int8", "bf16")
+ACTIVATIONS = ("auto", "int8", "int8-pow2", "bf16")
 ALIASES = {"float": "float32", "half": "float16", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"} | {
     "f32": "float32",
     "f16": "float16",
@@ -26,8 +26,8 @@ class EngineConfig:
     kv_cache_bytes: bytes for the KV cache, of all ranks together, instead of that share. threads: CPU threads of each
     rank (None: as the machine allows).
     tensor_parallel_size: processes that share the model, each with a part of every layer.
-    activations: what is multiplied with weights in whole numbers: "int8", rounded to 8 bits in groups of 32, or "bf16",
-    not rounded; "auto": int8 on the CPU.
+    activations: what is multiplied with weights in whole numbers: "int8", rounded to 8 bits in groups of 32,
+    "int8-pow2", the same with scales that are powers of two, or "bf16", not rounded; "auto": int8 on the CPU.
     """
 
     model: str = "demo"
@@ -84,7 +84,7 @@ class EngineInfo:
     schemes: tuple[str, ...]  # stored-weight schemes found in the checkpoint
     dtype: str
     kv_cache_dtype: str
-    activations: str  # "int8" or "bf16"; see EngineConfig
+    activations: str  # "int8", "int8-pow2" or "bf16"; see EngineConfig
     device: str
     threads: int
     kernels: tuple[tuple[str, str], ...]  # (op, implementation)

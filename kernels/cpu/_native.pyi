@@ -25,6 +25,7 @@ def linear_int8(
     outputs: int,
     format: int,
     bias: int,
+    powers: int,
     threads: int,
     /,
 ) -> None: ...

@@ -25,25 +25,23 @@ LLMX_INLINE Codes shifted(Codes w, int up) {  // within dwords: the caller masks
 }
 LLMX_INLINE Codes masked(Codes w, int bits) { return {_mm512_and_si512(w.v, _mm512_set1_epi8(static_cast<char>(bits)))}; }
 LLMX_INLINE Codes either(Codes a, Codes b) { return {_mm512_or_si512(a.v, b.v)}; }
-LLMX_INLINE Codes flipped(Codes w, int bits) { return {_mm512_xor_si512(w.v, _mm512_set1_epi8(static_cast<char>(bits)))}; }
-template <class K> LLMX_INLINE Dots<K> no_dots() { return {_mm512_setzero_si512()}; }
+// `less`: minus what codes were moved up by, times the sum of the row's numbers. `no_dots` or `total` adds it.
+template <class K> LLMX_INLINE Dots<K> no_dots(int32_t less) { return {_mm512_set1_epi32(less)}; }
 // The product takes one side without a sign: bytes are moved up by 128, and `total` moves them back.
 template <class K> LLMX_INLINE void dot(Dots<K>& sum, Codes w, int32_t x) {
   sum.v = _mm512_dpbusd_epi32(sum.v, w.v, _mm512_set1_epi32(x));
 }
 LLMX_INLINE void dot(Dots<Byte>& sum, Codes w, int32_t x) {
-  sum.v = _mm512_dpbusd_epi32(sum.v, flipped(w, 128).v, _mm512_set1_epi32(x));
+  const __m512i up = _mm512_xor_si512(w.v, _mm512_set1_epi8(-128));
+  sum.v = _mm512_dpbusd_epi32(sum.v, up, _mm512_set1_epi32(x));
 }
 LLMX_INLINE void dot(Dots<Wider>& sum, Codes w, int32_t x, Codes w2, int32_t x2) {
   sum.v = _mm512_dpbusd_epi32(sum.v, w.v, _mm512_set1_epi32(x));
   sum.v = _mm512_dpbusd_epi32(sum.v, w2.v, _mm512_set1_epi32(x2));
 }
-// `less`: minus what codes were moved up by, times the sum of the row's numbers.
-template <class K> LLMX_INLINE V total(Dots<K> sum) { return {_mm512_cvtepi32_ps(sum.v)}; }
-template <class K> LLMX_INLINE V total(Dots<K> sum, int32_t less) {
-  return {_mm512_cvtepi32_ps(_mm512_add_epi32(sum.v, _mm512_set1_epi32(less)))};
-}
+template <class K> LLMX_INLINE V total(Dots<K> sum, int32_t) { return {_mm512_cvtepi32_ps(sum.v)}; }
 LLMX_INLINE V part_of(F x, int) { return {x.v}; }
+constexpr bool APART = true;
 using Held = V;  // what a tile adds up: here there are registers for all of it
 LLMX_INLINE V given(const Held& from) { return from; }
 LLMX_INLINE void hold(Held& to, V x) { to = x; }
@@ -51,6 +49,28 @@ LLMX_INLINE F joined(const Held (&parts)[1]) { return {parts[0].v}; }
 LLMX_INLINE V every(float x) { return {_mm512_set1_ps(x)}; }
 LLMX_INLINE V mul(V a, V b) { return {_mm512_mul_ps(a.v, b.v)}; }
 LLMX_INLINE V fma(V a, V b, V c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+
+constexpr bool EXPONENTS = true;  // adding to an exponent is cheaper than a product: other pipes do it
+
+// Weights with their exponents less by that of 1.
+struct Exponents {
+  V plain;
+  __m512i less;
+  __mmask16 some;  // which aren't zero
+  LLMX_INLINE explicit Exponents(V w) : plain(w) {
+    less = _mm512_add_epi32(_mm512_castps_si512(plain.v), _mm512_set1_epi32(-0x3F800000));
+    some = _mm512_cmp_ps_mask(_mm512_setzero_ps(), _mm512_abs_ps(plain.v), _CMP_LT_OQ);
+  }
+  LLMX_INLINE bool finite() const {
+    const __m512 infinity = _mm512_castsi512_ps(_mm512_set1_epi32(0x7F800000));
+    return _mm512_cmp_ps_mask(_mm512_abs_ps(plain.v), infinity, _CMP_LT_OQ) == 0xFFFF;
+  }
+  LLMX_INLINE V times(float power) const {
+    int32_t bits;
+    __builtin_memcpy(&bits, &power, sizeof bits);
+    return {_mm512_castsi512_ps(_mm512_maskz_add_epi32(some, less, _mm512_set1_epi32(bits)))};
+  }
+};
 
 #elif defined(__AVX2__)
 
@@ -68,8 +88,7 @@ LLMX_INLINE Codes shifted(Codes w, int up) {  // within dwords: the caller masks
 }
 LLMX_INLINE Codes masked(Codes w, int bits) { return {_mm256_and_si256(w.v, _mm256_set1_epi8(static_cast<char>(bits)))}; }
 LLMX_INLINE Codes either(Codes a, Codes b) { return {_mm256_or_si256(a.v, b.v)}; }
-LLMX_INLINE Codes flipped(Codes w, int bits) { return {_mm256_xor_si256(w.v, _mm256_set1_epi8(static_cast<char>(bits)))}; }
-template <class K> LLMX_INLINE Dots<K> no_dots() { return {_mm256_setzero_si256()}; }
+template <class K> LLMX_INLINE Dots<K> no_dots(int32_t) { return {_mm256_setzero_si256()}; }
 // A pair of products is at most 15 * 127 * 2 = 3810, so that the 8 pairs of a group fit into 16 bits.
 LLMX_INLINE void dot(Dots<Nibble>& sum, Codes w, int32_t x) {
   sum.v = _mm256_add_epi16(sum.v, _mm256_maddubs_epi16(w.v, _mm256_set1_epi32(x)));
@@ -90,8 +109,6 @@ LLMX_INLINE void dot(Dots<Byte>& sum, Codes w, int32_t x) {
 }
 LLMX_INLINE __m256i whole(Dots<Nibble> sum) { return _mm256_madd_epi16(sum.v, _mm256_set1_epi16(1)); }
 LLMX_INLINE __m256i whole(Dots<Wider> sum) { return sum.v; }
-// `less`: minus what codes were moved up by, times the sum of the row's numbers.
-template <class K> LLMX_INLINE V total(Dots<K> sum) { return {_mm256_cvtepi32_ps(whole(sum))}; }
 template <class K> LLMX_INLINE V total(Dots<K> sum, int32_t less) {
   return {_mm256_cvtepi32_ps(_mm256_add_epi32(whole(sum), _mm256_set1_epi32(less)))};
 }
@@ -122,8 +139,7 @@ LLMX_INLINE Codes shifted(Codes w, int up) {  // within dwords: the caller masks
 }
 LLMX_INLINE Codes masked(Codes w, int bits) { return {w.v & 0x01010101u * static_cast<uint32_t>(bits)}; }
 LLMX_INLINE Codes either(Codes a, Codes b) { return {a.v | b.v}; }
-LLMX_INLINE Codes flipped(Codes w, int bits) { return {w.v ^ 0x01010101u * static_cast<uint32_t>(bits)}; }
-template <class K> LLMX_INLINE Dots<K> no_dots() { return {Signed{}}; }
+template <class K> LLMX_INLINE Dots<K> no_dots(int32_t) { return {Signed{}}; }
 template <class K> LLMX_INLINE void dot(Dots<K>& sum, Codes w, int32_t x) {
   for (int byte = 0; byte < 4; ++byte) {
     const uint32_t up = static_cast<uint32_t>(24 - 8 * byte);
@@ -131,8 +147,6 @@ template <class K> LLMX_INLINE void dot(Dots<K>& sum, Codes w, int32_t x) {
   }
 }
 LLMX_INLINE void dot(Dots<Wider>& sum, Codes w, int32_t x, Codes w2, int32_t x2) { dot(sum, w, x), dot(sum, w2, x2); }
-// `less`: minus what codes were moved up by, times the sum of the row's numbers.
-template <class K> LLMX_INLINE V total(Dots<K> sum) { return {__builtin_convertvector(sum.v, Floats)}; }
 template <class K> LLMX_INLINE V total(Dots<K> sum, int32_t less) {
   return {__builtin_convertvector(sum.v + less, Floats)};
 }
@@ -144,6 +158,18 @@ LLMX_INLINE void hold(Held& to, V x) { store(to.lanes, x); }
 LLMX_INLINE F joined(const Held (&parts)[1]) { return given(parts[0]); }
 LLMX_INLINE V every(float x) { return all(x); }
 
+#endif
+
+struct Numbers {
+  V plain;
+  LLMX_INLINE explicit Numbers(V w) : plain(w) {}
+  LLMX_INLINE bool finite() const { return true; }  // or not: a product says it
+  LLMX_INLINE V times(float by) const { return mul(plain, every(by)); }
+};
+
+#if !defined(__AVX512F__)
+constexpr bool EXPONENTS = false, APART = false;
+using Exponents = Numbers;
 #endif
 
 }  // namespace

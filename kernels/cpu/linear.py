@@ -70,7 +70,10 @@ def pack_codes(
 
     A weight is (d * scale) * code - e * minimum; without scales d * code + e. A unit is 32 inputs, or 256 with scales.
     """
-    dwords = _dwords(_filled(codes).view(torch.uint8).unflatten(1, (-1, 8, 4)), int(layout[1]))
+    bits = int(layout[1])
+    if bits < 8 and not layout.endswith("m"):  # with a sign: moved up
+        codes = codes.view(torch.int8) + (1 << bits - 1)
+    dwords = _dwords(_filled(codes).view(torch.uint8).unflatten(1, (-1, 8, 4)), bits)
     vectors = dwords.unflatten(0, (-1, LANES)).permute(0, 2, 3, 1)  # (blocks, groups, vectors, 16)
     groups, (bunch, header) = vectors.shape[1], _bunch(layout)
     count = -(-groups // bunch)
@@ -128,11 +131,12 @@ def _lanes(part: Tensor) -> Tensor:
 Packed = tuple[str, Tensor, int, Tensor | None]  # layout, blocks, n_out, bias (n_out,) float32 or None
 
 
-def linear_packed(x: Tensor, segments: Sequence[Packed], int8: bool = False) -> Tensor:
+def linear_packed(x: Tensor, segments: Sequence[Packed], activations: str = "bf16") -> Tensor:
     """x (rows, n_in) -> (rows, sum of n_out) in x.dtype; accumulated in float32, rounded once.
 
     Each output is one chain of fused multiply-adds over the inputs in order, whatever the rows, tiles and threads.
-    `int8`: weights in whole numbers are multiplied with the row rounded to 8 bits, `reference.linear.round_rows`.
+    activations "int8" and "int8-pow2": weights in whole numbers are multiplied with the row rounded to 8 bits, as
+    `reference.linear.round_rows` does it without and with `powers`.
     """
     library = native()
     assert library is not None, "the table offers this only where the library is built"
@@ -141,17 +145,17 @@ def linear_packed(x: Tensor, segments: Sequence[Packed], int8: bool = False) -> 
     total = sum(n_out for _, _, n_out, _ in segments)
     out = torch.empty(rows, total, dtype=torch.float32)
     at, threads = out.data_ptr(), torch.get_num_threads()
-    rounded, given = None, x32.data_ptr()
+    rounded, given, powers = None, x32.data_ptr(), int(activations == "int8-pow2")
     for layout, packed, n_out, bias in segments if rows else ():
         number, added = FORMATS[layout], 0 if bias is None else bias.data_ptr()
-        end = (packed.data_ptr(), packed.shape[1], n_out, number, added, threads)
-        if int8 and number >= WHOLE:
-            if rounded is None:
-                rounded = torch.empty(rows * (n_in // GROUP) * ROUNDED_BYTES, dtype=torch.uint8)
-            library.linear_int8(at, total, given, rounded.data_ptr(), rows, n_in, *end)
+        what = (packed.data_ptr(), packed.shape[1], n_out, number, added)
+        if activations != "bf16" and number >= WHOLE:
+            if rounded is None:  # and a byte for each row
+                rounded = torch.empty(rows * (n_in // GROUP * ROUNDED_BYTES + 1), dtype=torch.uint8)
+            library.linear_int8(at, total, given, rounded.data_ptr(), rows, n_in, *what, powers, threads)
             given = 0  # it is rounded now
         else:
-            library.linear_packed(at, total, x32.data_ptr(), rows, n_in, *end)
+            library.linear_packed(at, total, x32.data_ptr(), rows, n_in, *what, threads)
         at += 4 * n_out
     return narrowed(out, x.dtype)
 

@@ -4,6 +4,9 @@
 // output is one chain over the groups: acc = fma(sum of code * q, weight's scale * scale, acc), and where the weights
 // have a minimum acc = fma(minimum, scale * sum of q, acc) after it. The sums are exact, so that a row's bits depend on
 // neither rows, tiles nor threads. A group with an infinity or a NaN gives NaN, one of numbers below 1e-36 zero.
+//
+// With `powers` a scale is the next power of two, from 2^-100 to 2^100: smaller numbers give zero, larger ones NaN. That
+// loses up to a bit of each number; in return AVX-512 has one product less in each group of an output, of 10 or 11.
 #include "dots.h"
 #include "ops.h"
 #include "packed.h"
@@ -15,6 +18,7 @@ namespace {
 #define LLMX_UNROLL _Pragma("GCC unroll 16")
 constexpr int64_t SOME = 4 * 1024;  // numbers that are worth a task of their own
 constexpr float TINIEST = 1e-36f;   // 127 by less is infinite
+constexpr float LEAST = 0x1p-93f, MOST = 0x1p106f;  // of what powers of two scale: a weight times one is a normal number
 
 // What a tile of `rows` rows keeps of each group, rows side by side: 8 dwords of q, then the scale, scale * sum of q,
 // and minus 8 times that sum, of all 32 and of the first 16.
@@ -24,6 +28,7 @@ struct Rounding {
   const float* x;
   uint8_t* to;
   int64_t rows, inputs, tiles, parts;  // a task is a part of a tile's inputs
+  uint8_t* bad;  // of rows, with powers: whether one of its numbers is none; scales don't say it then
 };
 
 struct Sums {
@@ -31,15 +36,31 @@ struct Sums {
   int32_t less, first_less;
 };
 
+LLMX_INLINE float power_above(float x) {
+  uint32_t bits;
+  __builtin_memcpy(&bits, &x, sizeof bits);
+  bits = (bits + 0x7FFFFFu) & 0xFF800000u;
+  __builtin_memcpy(&x, &bits, sizeof bits);
+  return x;
+}
+
 // 32 numbers -> q, and what belongs to it.
+template <bool POWERS>
 LLMX_INLINE Sums round_group(const float* x, int8_t* q) {
   const F a = load(x), b = load(x + LANES);
   const float highest = most_of(most(size_of(a), size_of(b)));
   const float bad = sum_of(add(mul(a, zero()), mul(b, zero())));  // zero, or NaN
-  const float up = highest > TINIEST ? 127.0f / highest : 0.0f;
+  float scale = highest / 127.0f, up = highest > TINIEST ? 127.0f / highest : 0.0f;
+  if constexpr (POWERS) {
+    if (bad != bad || highest > MOST) {
+      __builtin_memset(q, 0, GROUP);
+      return {1.0f, __builtin_nanf(""), 0, 0};
+    }
+    const bool some = highest > LEAST;
+    scale = some ? power_above(scale) : 1.0f, up = some ? 1.0f / scale : 0.0f;
+  }
   const int32_t first = round_to_bytes(mul(a, all(up)), q), second = round_to_bytes(mul(b, all(up)), q + LANES);
   if (bad != bad) return {bad, bad, 0, 0};  // what was no number has become INT32_MIN: sums of it overflow
-  const float scale = highest / 127.0f;
   return {scale, scale * static_cast<float>(first + second), -8 * (first + second), -8 * first};
 }
 
@@ -52,6 +73,7 @@ struct Four {
   __m128i less, first_less;
 };
 
+template <bool POWERS>
 LLMX_INLINE Four round_four(const float* const (&x)[4]) {
   const __m256i sign = _mm256_set1_epi32(INT32_MIN), one = _mm256_set1_epi8(1), ones = _mm256_set1_epi16(1);
   const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
@@ -69,8 +91,18 @@ LLMX_UNROLL
   const __m256i abcd = _mm256_max_epi32(_mm256_unpacklo_epi64(ab, cd), _mm256_unpackhi_epi64(ab, cd));
   const __m128i bits = _mm_max_epi32(_mm256_castsi256_si128(abcd), _mm256_extracti128_si256(abcd, 1));
   const __m128 highest = _mm_castsi128_ps(bits);
-  const __m128 bad = _mm_castsi128_ps(_mm_cmpgt_epi32(bits, _mm_set1_epi32(0x7F7FFFFF)));
-  const __m128 up = _mm_and_ps(_mm_cmpgt_ps(highest, _mm_set1_ps(TINIEST)), _mm_div_ps(most, highest));
+  const __m128i largest = _mm_castps_si128(_mm_set1_ps(POWERS ? MOST : 0x1.fffffep127f));
+  const __m128 bad = _mm_castsi128_ps(_mm_cmpgt_epi32(bits, largest));
+  __m128 scale = _mm_div_ps(highest, most), up;
+  if constexpr (POWERS) {
+    const __m128 some = _mm_andnot_ps(bad, _mm_cmpgt_ps(highest, _mm_set1_ps(LEAST))), one_of_it = _mm_set1_ps(1.0f);
+    const __m128i above = _mm_and_si128(_mm_add_epi32(_mm_castps_si128(scale), _mm_set1_epi32(0x7FFFFF)),
+                                        _mm_set1_epi32(-0x800000));
+    scale = _mm_blendv_ps(one_of_it, _mm_castsi128_ps(above), some);
+    up = _mm_and_ps(some, _mm_div_ps(one_of_it, scale));
+  } else {
+    up = _mm_and_ps(_mm_cmpgt_ps(highest, _mm_set1_ps(TINIEST)), _mm_div_ps(most, highest));
+  }
   float ups[4];
   _mm_storeu_ps(ups, up);
   Four f;
@@ -86,8 +118,7 @@ LLMX_UNROLL
   }
   const __m256i all = _mm256_hadd_epi32(_mm256_hadd_epi32(sums[0], sums[1]), _mm256_hadd_epi32(sums[2], sums[3]));
   const __m128i first = _mm256_castsi256_si128(all), sum = _mm_add_epi32(first, _mm256_extracti128_si256(all, 1));
-  const __m128 scale = _mm_div_ps(highest, most);
-  f.scale = _mm_or_ps(scale, bad);  // all bits set: NaN
+  f.scale = POWERS ? scale : _mm_or_ps(scale, bad);  // all bits set: NaN
   f.weighted = _mm_or_ps(_mm_mul_ps(scale, _mm_cvtepi32_ps(sum)), bad);
   const __m128i none = _mm_castps_si128(bad);
   f.less = _mm_andnot_si128(none, _mm_slli_epi32(_mm_sub_epi32(_mm_setzero_si128(), sum), 3));
@@ -128,16 +159,25 @@ LLMX_INLINE void put_groups(const Four& f, uint8_t* to, int64_t count, int64_t r
 
 #endif
 
-LLMX_INLINE void round_one(const float* x, uint8_t* to, int64_t count, int64_t row) {
+template <bool POWERS>
+LLMX_INLINE Sums round_one(const float* x, uint8_t* to, int64_t count, int64_t row) {
   int8_t q[GROUP];
-  const Sums sums = round_group(x, q);
+  const Sums sums = round_group<POWERS>(x, q);
   for (int i = 0; i < 8; ++i) __builtin_memcpy(to + 4 * (i * count + row), q + 4 * i, 4);
   __builtin_memcpy(to + 4 * (8 * count + row), &sums.scale, 4);
   __builtin_memcpy(to + 4 * (9 * count + row), &sums.weighted, 4);
   __builtin_memcpy(to + 4 * (10 * count + row), &sums.less, 4);
   __builtin_memcpy(to + 4 * (11 * count + row), &sums.first_less, 4);
+  return sums;
 }
 
+LLMX_INLINE bool none(float x) { return x != x; }
+#if defined(__AVX2__)
+LLMX_INLINE int none(const Four& f) { return _mm_movemask_ps(_mm_cmpunord_ps(f.weighted, f.weighted)); }
+#endif
+LLMX_INLINE void say(uint8_t* bad) { __atomic_store_n(bad, uint8_t{1}, __ATOMIC_RELAXED); }  // parts say it of the same row
+
+template <bool POWERS>
 void round_part(void* context, int64_t task, int) {
   const Rounding& r = *static_cast<const Rounding*>(context);
   const int64_t tile = task / r.parts, part = task % r.parts, n = r.inputs, groups = n / GROUP;
@@ -150,7 +190,11 @@ void round_part(void* context, int64_t task, int) {
   for (; row + 4 <= count; row += 4)
     for (int64_t g = from; g < end; ++g) {
       const float* at = x + row * n + g * GROUP;
-      put_rows(round_four({at, at + n, at + 2 * n, at + 3 * n}), to + g * count * ROW_BYTES, count, row);
+      const Four four = round_four<POWERS>({at, at + n, at + 2 * n, at + 3 * n});
+      put_rows(four, to + g * count * ROW_BYTES, count, row);
+      if constexpr (POWERS)
+        for (int which = none(four), i = 0; which >> i; ++i)
+          if (which >> i & 1) say(r.bad + first + row + i);
     }
 #endif
   for (; row < count; ++row) {
@@ -158,10 +202,15 @@ void round_part(void* context, int64_t task, int) {
 #if defined(__AVX2__)
     for (; g + 4 <= end; g += 4) {
       const float* at = x + row * n + g * GROUP;
-      put_groups(round_four({at, at + GROUP, at + 2 * GROUP, at + 3 * GROUP}), to + g * count * ROW_BYTES, count, row);
+      const Four four = round_four<POWERS>({at, at + GROUP, at + 2 * GROUP, at + 3 * GROUP});
+      put_groups(four, to + g * count * ROW_BYTES, count, row);
+      if (POWERS && none(four)) say(r.bad + first + row);
     }
 #endif
-    for (; g < end; ++g) round_one(x + row * n + g * GROUP, to + g * count * ROW_BYTES, count, row);
+    for (; g < end; ++g) {
+      const Sums sums = round_one<POWERS>(x + row * n + g * GROUP, to + g * count * ROW_BYTES, count, row);
+      if (POWERS && none(sums.weighted)) say(r.bad + first + row);
+    }
   }
 }
 
@@ -179,7 +228,7 @@ template <int BITS> struct KindOf { using Type = Wider; };
 template <> struct KindOf<4> { using Type = Nibble; };
 template <> struct KindOf<8> { using Type = Byte; };
 
-// Four inputs' codes, 4j …; moved up, if they have a sign and fewer than 8 bits, by half of what there is.
+// Four inputs' codes, 4j …, as they are stored.
 template <class Source>
 LLMX_INLINE Codes code(const uint8_t* codes, int j) {
   if constexpr (Source::BITS == 8) {
@@ -191,7 +240,7 @@ LLMX_INLINE Codes code(const uint8_t* codes, int j) {
       found = either(found, masked(shifted(load_codes(codes + 4 * LANES * 4), 4 - j), 16));
     if constexpr (Source::BITS == 6)
       found = either(found, masked(shifted(load_codes(codes + 4 * LANES * (4 + j / 4)), 4 - 2 * i), 48));
-    return Source::SIGNED ? flipped(found, 1 << (Source::BITS - 1)) : found;
+    return found;
   }
 }
 
@@ -210,18 +259,23 @@ LLMX_INLINE void products(const uint8_t* codes, const int32_t* q, int j, int k, 
 }
 
 // What a tile of R rows gains from the inputs that share a scale: `turn` of a group's.
-template <class Source, int R>
+template <class Source, int R, class Scales>
 LLMX_INLINE void gain(const Source& source, int64_t group, int turn, const int32_t* x, Held (&sums)[R][PARTS]) {
   using K = typename KindOf<Source::BITS>::Type;
+  constexpr int UP = Source::BITS < 5 ? 1 : 1 << (Source::BITS - 4);  // codes with a sign are moved up by 8 of it
   const float *scale = reinterpret_cast<const float*>(x + 8 * R), *weighted = scale + R;
   const int32_t *less = x + 10 * R, *first_less = less + R;
 LLMX_UNROLL
   for (int part = 0; part < PARTS; ++part) {
     if (part) __asm__("" : "+r"(x));  // or GCC keeps what all parts read in registers, and runs out of them
     const uint8_t* codes = source.codes(group) + 4 * WIDE * part;
-    const V weights = part_of(source.scale, part);
+    const Scales weights(part_of(source.scale, part));
     Dots<K> dots[R];
-    LLMX_UNROLL for (int r = 0; r < R; ++r) dots[r] = no_dots<K>();
+    int32_t mine[R];  // minus 8 times the sum of a row's numbers
+    LLMX_UNROLL for (int r = 0; r < R; ++r) {
+      mine[r] = !Source::FINE ? less[r] : turn == 0 ? first_less[r] : less[r] - first_less[r];
+      dots[r] = no_dots<K>(Source::SIGNED ? mine[r] * UP : 0);
+    }
     if constexpr (Source::FINE) {
       products<Source, R, K>(codes, x, 4 * turn, 4 * turn + 1, dots);
       products<Source, R, K>(codes, x, 4 * turn + 2, 4 * turn + 3, dots);
@@ -229,22 +283,25 @@ LLMX_UNROLL
       LLMX_UNROLL
       for (int i = 0; i < 4; ++i) products<Source, R, K>(codes, x, i, 4 + i, dots);
     }
+    const auto add_minimum = [&](int r) __attribute__((always_inline)) {
+      const float numbers = Source::FINE ? scale[r] * (-0.125f * static_cast<float>(mine[r])) : weighted[r];
+      hold(sums[r][part], fma(part_of(source.minimum, part), every(numbers), given(sums[r][part])));
+    };
     LLMX_UNROLL for (int r = 0; r < R; ++r) {
-      const int32_t mine = !Source::FINE ? less[r] : turn == 0 ? first_less[r] : less[r] - first_less[r];
-      V sum = given(sums[r][part]), dotted;
-      if constexpr (Source::SIGNED) dotted = total(dots[r], mine * (1 << (Source::BITS - 4)));
-      else dotted = total(dots[r]);
-      sum = fma(dotted, mul(weights, every(scale[r])), sum);
-      if constexpr (Source::MIN) {
-        const float numbers = Source::FINE ? scale[r] * (-0.125f * static_cast<float>(mine)) : weighted[r];
-        sum = fma(part_of(source.minimum, part), every(numbers), sum);
-      }
-      hold(sums[r][part], sum);
+      const V dotted = total(dots[r], Source::SIGNED ? mine[r] * UP : 0);
+      hold(sums[r][part], fma(dotted, weights.times(scale[r]), given(sums[r][part])));
+      if constexpr (Source::MIN && !APART) add_minimum(r);
+    }
+    if (!weights.finite()) {
+      LLMX_UNROLL for (int r = 0; r < R; ++r) hold(sums[r][part], fma(weights.plain, every(0.0f), given(sums[r][part])));
+    }
+    if constexpr (Source::MIN && APART) {
+      LLMX_UNROLL for (int r = 0; r < R; ++r) add_minimum(r);
     }
   }
 }
 
-template <class Source, int R>
+template <class Source, int R, class Scales>
 void tile(const Job& job, int64_t row, int64_t block) {
   Source source(job.packed + block * job.block_bytes, job.inputs);
   const uint8_t* x = job.x + row * (job.inputs / GROUP) * ROW_BYTES;
@@ -255,10 +312,10 @@ void tile(const Job& job, int64_t row, int64_t block) {
   for (int64_t group = 0; group < job.inputs / GROUP; ++group, x += R * ROW_BYTES) {
     source.template fetch<R == 1 ? 3 : 2>(group, job.block_bytes);  // of the next block, which is too short to be guessed
     source.begin(group, 0);
-    gain<Source, R>(source, group, 0, reinterpret_cast<const int32_t*>(x), sums);
+    gain<Source, R, Scales>(source, group, 0, reinterpret_cast<const int32_t*>(x), sums);
     if constexpr (Source::FINE) {
       source.begin(group, 1);
-      gain<Source, R>(source, group, 1, reinterpret_cast<const int32_t*>(x), sums);
+      gain<Source, R, Scales>(source, group, 1, reinterpret_cast<const int32_t*>(x), sums);
     }
   }
   const int64_t at = block * LANES;
@@ -267,49 +324,60 @@ void tile(const Job& job, int64_t row, int64_t block) {
                 job.outputs - at);
 }
 
-template <class Source, int R>
+template <bool FIRST, class A, class B> struct Either { using Type = A; };
+template <class A, class B> struct Either<false, A, B> { using Type = B; };
+
+template <class Source, class Scales, int R>
 LLMX_INLINE void choose(const Job& job, int64_t rows, int64_t row, int64_t block) {
-  if (rows == R) return tile<Source, R>(job, row, block);
-  if constexpr (R > 1) choose<Source, R - 1>(job, rows, row, block);
+  using Mine = typename Either<(R < 4), Numbers, Scales>::Type;  // of few rows a product is cheaper than what they share
+  if (rows == R) return tile<Source, R, Mine>(job, row, block);
+  if constexpr (R > 1) choose<Source, Scales, R - 1>(job, rows, row, block);
 }
 
 // Several blocks for a tile of rows, whose numbers stay in the first-level cache.
-template <class Source>
+template <class Source, class Scales>
 void some_blocks(void* context, int64_t task, int) {
   const Job& job = *static_cast<const Job*>(context);
   const int64_t blocks = (job.outputs + LANES - 1) / LANES, first = task * job.wide;
   const int64_t last = first + job.wide < blocks ? first + job.wide : blocks;
   for (int64_t t = 0; t < job.tiles; ++t) {
     const int64_t row = job.rows * t / job.tiles, next = job.rows * (t + 1) / job.tiles;
-    for (int64_t block = first; block < last; ++block) choose<Source, INT8_ROWS>(job, next - row, row, block);
+    for (int64_t block = first; block < last; ++block) choose<Source, Scales, INT8_ROWS>(job, next - row, row, block);
   }
 }
 
 template <class Source>
-void run(Job& job, int threads) {
+void run(Job& job, bool powers, int threads) {
   const int64_t blocks = (job.outputs + LANES - 1) / LANES, wide = blocks / (8 * threads);
   job.wide = wide < 1 ? 1 : wide > 4 ? 4 : wide;
-  llmx_pool::each(some_blocks<Source>, &job, (blocks + job.wide - 1) / job.wide, threads);
+  using Cheaper = typename Either<EXPONENTS && !Source::FINE, Exponents, Numbers>::Type;  // FINE runs out of registers
+  const auto task = powers ? some_blocks<Source, Cheaper> : some_blocks<Source, Numbers>;
+  llmx_pool::each(task, &job, (blocks + job.wide - 1) / job.wide, threads);
 }
 
 }  // namespace
 
 void linear_int8(float* out, int64_t stride, const float* x, uint8_t* rounded, int64_t rows, int64_t inputs,
                  const uint8_t* packed, int64_t block_bytes, int64_t outputs, int32_t format, const float* bias,
-                 int32_t threads) {
+                 int32_t powers, int32_t threads) {
   const int64_t tiles = (rows + INT8_ROWS - 1) / INT8_ROWS;
+  uint8_t* bad = rounded + rows * (inputs / GROUP) * ROW_BYTES;
   if (x != nullptr) {
     const bool few = tiles < 4 * threads && rows * inputs >= SOME * tiles;  // too few tiles to share them evenly
-    Rounding rounding{x, rounded, rows, inputs, tiles, few ? threads : 1};
-    llmx_pool::each(round_part, &rounding, tiles * rounding.parts, rows * inputs < SOME ? 1 : threads);
+    Rounding rounding{x, rounded, rows, inputs, tiles, few ? threads : 1, bad};
+    if (powers) __builtin_memset(bad, 0, static_cast<uint64_t>(rows));
+    llmx_pool::each(powers ? round_part<true> : round_part<false>, &rounding, tiles * rounding.parts, rows * inputs < SOME ? 1 : threads);
   }
   Job job{packed, block_bytes, inputs, outputs, rows, tiles, rounded, out, stride, bias, 0};
   switch (format) {
-#define LLMX_RUN(number, ...) \
-  case number:                \
-    return run<__VA_ARGS__>(job, threads);
+#define LLMX_RUN(number, ...)                    \
+  case number:                                   \
+    run<__VA_ARGS__>(job, powers != 0, threads); \
+    break;
     LLMX_PACKED(LLMX_RUN)
   }
+  for (int64_t row = 0; powers && row < rows; ++row)
+    for (int64_t n = 0; bad[row] && n < outputs; ++n) out[row * stride + n] = __builtin_nanf("");
 }
 
 }  // namespace LLMX_ISA

@@ -12,7 +12,7 @@
                           const float* bias, int32_t threads))                                           \
   OP(isa, linear_int8, (float* out, int64_t stride, const float* x, uint8_t* rounded, int64_t rows,      \
                         int64_t inputs, const uint8_t* packed, int64_t block_bytes, int64_t outputs,     \
-                        int32_t format, const float* bias, int32_t threads))                             \
+                        int32_t format, const float* bias, int32_t powers, int32_t threads))             \
   OP(isa, unpack_linear, (float* out, const uint8_t* packed, int64_t block_bytes, int64_t inputs,        \
                           int64_t outputs, int32_t format))                                              \
   OP(isa, pack_blocks, (uint8_t* packed, int64_t block_bytes, const uint8_t* rows, int64_t row_bytes,     \

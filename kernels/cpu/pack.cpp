@@ -156,7 +156,8 @@ inline uint8_t high_bits(const uint8_t* codes, int count) {
 }
 
 // 32 codes of output `lane` -> their dwords among those of 16 outputs; packed.h says which bits are where.
-inline void write_codes(uint8_t* group, const uint8_t* codes, int lane, int bits) {
+inline void write_codes(uint8_t* group, uint8_t* codes, int lane, int bits, bool minimum) {
+  if (bits < 8 && !minimum) less<GROUP>(codes, -(1 << (bits - 1)));  // with a sign: moved up
   for (int vector = 0; vector < bits; ++vector) {  // there are as many vectors as bits
     const int low = 4 * vector;
     uint8_t dword[4];
@@ -189,7 +190,7 @@ void pack_block(const Job& job, int64_t block) {
     for (int lane = 0; lane < LANES && lane < left; ++lane) {
       Kind::read(p, job.rows + (first + lane) * job.row_bytes + at * Kind::BYTES);
       for (int g = 0; g < Kind::SIZE / GROUP; ++g)
-        write_codes(bunch + header + (within + g) * code_bytes, p.codes + GROUP * g, lane, layout.bits);
+        write_codes(bunch + header + (within + g) * code_bytes, p.codes + GROUP * g, lane, layout.bits, layout.minimum);
       for (int i = 0; i < scale_bytes / LANES; ++i) {
         scales[i * LANES + lane] = p.scales[i];
         if (layout.minimum) scales[scale_bytes + i * LANES + lane] = p.minima[i];

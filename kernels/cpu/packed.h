@@ -13,7 +13,8 @@ constexpr int SUPER = 256;  // inputs that share a d where groups have small sca
 //          each 32 or (FINE) 16 inputs, and zeros up to a whole cache line. Else d and (MIN) m as float16 of each 32, of
 //          one group with MIN and of two without, which fill whole cache lines.
 //   codes: of each group vectors of 16 dwords, of output n in dword n; a dword is four inputs, a byte each. With 8 bits
-//          vector j holds inputs 4j … 4j+3, j = 0 … 7. With fewer, vector j = 0 … 3 holds the low four bits of inputs
+//          vector j holds inputs 4j … 4j+3, j = 0 … 7. With fewer, codes that have a sign are stored as code + half of
+//          what the bits can say, so that none is negative, and vector j = 0 … 3 holds the low four bits of inputs
 //          4j …, and in the bytes' high halves those of inputs 16+4j … ; then the rest: bit j of a byte of vector 4 is the
 //          fifth bit of what byte of inputs 4j …; or bits 2(j % 4) and the next of vector 4 + j / 4 are its fifth and
 //          sixth.
@@ -68,9 +69,9 @@ struct Packed {
       if constexpr (BITS == 5) code = either(code, left(both(right(load_words(at + 256), 8 * byte + j), 1), 4));
       if constexpr (BITS == 6)
         code = either(code, left(both(right(load_words(at + 256 + 64 * part), 8 * byte + 2 * i), 3), 4));
-      if constexpr (SIGNED) code = right_signed(left(code, 32 - BITS), 32 - BITS);
     }
-    const F value = mul(to_float(code), scale);
+    const F number = to_float(code);
+    const F value = mul(SIGNED && BITS < 8 ? sub(number, all(1 << (BITS - 1))) : number, scale);
     if constexpr (MIN) return add(value, minimum);
     return value;
   }

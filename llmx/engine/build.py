@@ -162,9 +162,12 @@ def _dtype(config: EngineConfig, opened: Opened | None, device: torch.device) ->
 
 
 def _activations(config: EngineConfig, device: torch.device) -> str:
-    if config.activations == "int8" and device.type != "cpu":
-        raise UsageError(f"--activations int8 is built for the CPU, not for {device}.", hint="leave --activations out")
-    return "int8" if config.activations != "bf16" and device.type == "cpu" else "bf16"
+    asked = config.activations
+    if asked.startswith("int8") and device.type != "cpu":
+        raise UsageError(f"--activations {asked} is built for the CPU, not for {device}.", hint="leave --activations out")
+    if asked == "auto":
+        return "int8" if device.type == "cpu" else "bf16"
+    return asked
 
 
 def _length(config: EngineConfig, trained: int) -> int:

@@ -24,7 +24,8 @@ class Kernels:
     A backend is a package with `KERNELS` (op -> "module:function", imported lazily) and, if it may not run here,
     `available()`. LLMX_KERNELS=reference (or `forced`) takes every op from that backend, to bisect.
 
-    activations: what rows are multiplied with weights in whole numbers as: "int8", rounded to 8 bits, or "bf16", not.
+    activations: what rows are multiplied with weights in whole numbers as: "int8" or "int8-pow2", rounded to 8 bits, or
+    "bf16", not.
     """
 
     def __init__(self, device: str, forced: str | None = None, activations: str = "bf16") -> None:

@@ -303,8 +303,8 @@ class Scheme(ABC):
             weight = segment.tensors["weight"]
         else:
             weight = self.unpack_in_steps(segment.tensors, segment.layout, weight_dtype(x.dtype, x.device))
-        if self.whole_numbers and kernels.activations == "int8" and x.shape[1] % 32 == 0:
-            x = kernels.get("round_rows")(x)
+        if self.whole_numbers and kernels.activations != "bf16" and x.shape[1] % 32 == 0:
+            x = kernels.get("round_rows")(x, kernels.activations == "int8-pow2")
         result: Tensor = kernels.get("linear")(x, weight, segment.bias)
         return result
 
@@ -382,5 +382,5 @@ def packed_of(segment: Segment) -> tuple[str, Tensor, int, Tensor | None] | None
 
 
 def multiply(x: Tensor, packed: Sequence[tuple[str, Tensor, int, Tensor | None]], kernels: KernelTable) -> Tensor:
-    result: Tensor = kernels.get("linear_packed")(x, packed, kernels.activations == "int8")
+    result: Tensor = kernels.get("linear_packed")(x, packed, kernels.activations)
     return result

@@ -43,7 +43,6 @@ EMULATED Dwords dwords(__m512i x) {
 
 // ---- sources of registers, and stores: none asks for an alignment
 EMULATED __m512 _mm512_setzero_ps() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
-EMULATED __m512i _mm512_setzero_si512() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
 EMULATED __m512 _mm512_set1_ps(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
 EMULATED __m512i _mm512_set1_epi32(int x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
 EMULATED __m512i _mm512_set1_epi8(char x) { return {_mm256_set1_epi8(x), _mm256_set1_epi8(x)}; }
@@ -138,6 +137,9 @@ EMULATED __m512i _mm512_mask_mov_epi32(__m512i unset, __mmask16 mask, __m512i se
 }
 EMULATED __m512 _mm512_mask_mov_ps(__m512 unset, __mmask16 mask, __m512 set) {
   return _mm512_castsi512_ps(_mm512_mask_mov_epi32(_mm512_castps_si512(unset), mask, _mm512_castps_si512(set)));
+}
+EMULATED __m512i _mm512_maskz_add_epi32(__mmask16 mask, __m512i x, __m512i y) {
+  return _mm512_mask_mov_epi32(_mm512_set1_epi32(0), mask, _mm512_add_epi32(x, y));
 }
 
 // ---- to and from narrower lanes

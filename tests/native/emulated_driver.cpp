@@ -124,6 +124,8 @@ void floats(const Row<uint32_t>& a, const Row<uint32_t>& b, const Row<uint32_t>&
   EXACT(uint32_t, _mm512_mask_mov_ps(X, any, Y), (any >> i & 1 ? b : a).at[i]);
   const __m512i A = _mm512_castps_si512(X), B = _mm512_castps_si512(Y);
   EXACT(uint32_t, _mm512_mask_mov_epi32(A, any, B), (any >> i & 1 ? b : a).at[i]);
+  EXACT(uint32_t, _mm512_maskz_add_epi32(any, A, B),
+        any >> i & 1 ? as<Row<uint32_t>>(a).at[i] + as<Row<uint32_t>>(b).at[i] : 0u);
 }
 
 void whole_numbers(const Row<uint32_t>& a, const Row<uint32_t>& b, const Row<uint32_t>& c) {
@@ -148,7 +150,6 @@ void whole_numbers(const Row<uint32_t>& a, const Row<uint32_t>& b, const Row<uin
   EXACT(int32_t, _mm512_dpbusd_epi32(A, B, C), quad(s.at[i], b.at[i], c.at[i]));
   EXACT(int32_t, _mm512_set1_epi32(s.at[2]), s.at[2]);
   EXACT(uint32_t, _mm512_set1_epi8(static_cast<char>(a.at[2])), (a.at[2] & 255) * 0x01010101u);
-  EXACT(uint32_t, _mm512_setzero_si512(), 0);
   uint32_t stored[LANES + 2] = {7}, sum = 0;
   stored[LANES + 1] = 8;
   _mm512_storeu_si512(stored + 1, A);

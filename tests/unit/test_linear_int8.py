@@ -15,10 +15,11 @@ from tests.unit.test_linear_packed import BLOCKS, as_plain, draw, packed_of, ran
 pytestmark = pytest.mark.skipif(not cpu.available(), reason=f"cpu kernels: {cpu.describe()}")
 PARTED = [scheme for scheme in BLOCKS if isinstance(scheme, PartedScheme)]
 KERNELS = Kernels("cpu", forced="cpu", activations="int8")
+BOTH = pytest.mark.parametrize("how", ["int8", "int8-pow2"])
 
 
-def linear(x: Tensor, *segments: tuple[str, Tensor, int, Tensor | None]) -> Tensor:
-    result: Tensor = KERNELS.get("linear_packed")(x, segments, True)
+def linear(x: Tensor, *segments: tuple[str, Tensor, int, Tensor | None], how: str = "int8") -> Tensor:
+    result: Tensor = KERNELS.get("linear_packed")(x, segments, how)
     return result
 
 
@@ -32,25 +33,53 @@ def made(scheme: BlockScheme, n_out: int, n_in: int) -> tuple[str, Tensor, int, 
 
 @pytest.mark.parametrize("scheme", PARTED, ids=lambda s: s.kind)
 @pytest.mark.parametrize(("n_out", "n_in"), [(1, 256), (40, 512), (130, 768)])
-def test_a_product_is_that_of_the_rounded_row(isa: str, scheme: PartedScheme, n_out: int, n_in: int) -> None:
+@BOTH
+def test_a_product_is_that_of_the_rounded_row(isa: str, how: str, scheme: PartedScheme, n_out: int, n_in: int) -> None:
     *segment, weight = made(scheme, n_out, n_in)
     for rows in (1, 2, 3, 5, 8, 13, 33):
         x = draw(rows, n_in, seed=rows) * torch.logspace(-3, 3, n_in)
-        rounded = round_rows(x).double()
+        rounded = round_rows(x, how == "int8-pow2").double()
         bound = rounded.abs() @ weight.abs().T + 1e-30
-        assert float(((linear(x, tuple(segment)) - rounded @ weight.T).abs() / bound).max()) < 2e-6
+        assert float(((linear(x, tuple(segment), how=how) - rounded @ weight.T).abs() / bound).max()) < 2e-6
+
+
+@pytest.mark.parametrize("scheme", PARTED, ids=lambda s: s.kind)
+def test_where_scales_are_powers_of_two_both_ways_give_the_same_bits(isa: str, scheme: PartedScheme) -> None:
+    """Adding to a weight's exponent is a product, of weights that are zero too."""
+    *segment, weight = made(scheme, 40, 512)
+    assert bool((weight == 0.0).any()) or scheme.kind in ("Q4_1", "Q5_1", "Q2_K", "Q4_K", "Q5_K")
+    for rows in (1, 2, 3, 4, 8, 12, 33):
+        x = draw(rows, 512, seed=rows).clamp(-3, 3)
+        x[:, ::32] = 127.0 / 32.0
+        x *= 2.0 ** torch.arange(-48, 48, 6).repeat_interleave(32)
+        x[:, 64:96] = 0.0
+        assert torch.equal(linear(x, tuple(segment), how="int8-pow2"), linear(x, tuple(segment)))
+
+
+def test_powers_of_two_as_they_are_defined() -> None:
+    x = torch.zeros(6, 32)
+    x[:, 0] = torch.tensor([127.0, 127.5, 254.0, 1.0, -64.0, 255.0])
+    x[:, 1] = 0.75
+    steps = torch.tensor([1.0, 2.0, 2.0, 1 / 64, 1.0, 4.0])[:, None]
+    assert torch.equal(round_rows(x, True), (x / steps).round() * steps)
+    small, large = 2.0**-93, 2.0**106
+    edge = torch.tensor([[small], [small * 1.001], [large], [large * 1.001], [torch.inf], [torch.nan]]).expand(-1, 32)
+    got = round_rows(edge, True)
+    assert not got[0].any() and got[4:].isnan().all() and got[3].isnan().all()
+    assert torch.allclose(got[1:3], edge[1:3], rtol=1 / 127)
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q4_K", "Q8_0", "Q6_K", "Q2_K"])
-def test_a_rows_bits_depend_on_neither_rows_nor_threads(isa: str, kind: str) -> None:
+@BOTH
+def test_a_rows_bits_depend_on_neither_rows_nor_threads(isa: str, how: str, kind: str) -> None:
     *segment, _ = made(next(s for s in PARTED if s.kind == kind), 100, 512)
     x, threads = draw(33, 512, seed=4), torch.get_num_threads()
-    alone = torch.cat([linear(row[None], tuple(segment)) for row in x])
+    alone = torch.cat([linear(row[None], tuple(segment), how=how) for row in x])
     try:
         for count in (1, 2, 5):
             torch.set_num_threads(count)
             for rows in range(1, 34):
-                assert torch.equal(linear(x[:rows], tuple(segment)), alone[:rows])
+                assert torch.equal(linear(x[:rows], tuple(segment), how=how), alone[:rows])
     finally:
         torch.set_num_threads(threads)
 
@@ -83,35 +112,58 @@ def test_segments_of_different_kinds_are_one_call(isa: str) -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_no_number_stays_none_and_stays_in_its_row(isa: str, bad: float) -> None:
-    *segment, _ = made(next(s for s in PARTED if s.kind == "Q4_K"), 20, 256)
+@pytest.mark.parametrize("kind", ["Q4_K", "Q4_0"])
+@BOTH
+def test_what_is_no_number_stays_none_and_stays_in_its_row(isa: str, how: str, kind: str, bad: float) -> None:
+    *segment, _ = made(next(s for s in PARTED if s.kind == kind), 20, 256)
+    for rows in (9, 25):  # one tile, shared by threads, and more
+        x = draw(rows, 256)
+        good = linear(x, tuple(segment), how=how)
+        for row in (4, rows - 1):  # rounded with others, and alone
+            worse = x.clone()
+            worse[row, 100] = bad
+            got = linear(worse, tuple(segment), ("F32", as_plain(draw(3, 256)), 3, None), how=how)[:, :20]
+            assert got[row].isnan().all()
+            keep = torch.arange(rows) != row
+            assert torch.equal(got[keep], good[keep])
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@BOTH
+def test_a_scale_that_is_no_number_stays_none_and_stays_in_its_output(isa: str, how: str, bad: float) -> None:
+    scheme = next(s for s in PARTED if s.kind == "Q4_0")
+    stored = random_blocks(scheme, 20, 256)
     x = draw(9, 256)
-    good = linear(x, tuple(segment))
-    x[4, 100] = bad
-    got = linear(x, tuple(segment))
-    assert got[4].isnan().all()
-    keep = torch.arange(9) != 4
-    assert torch.equal(got[keep], good[keep])
+    layout, packed = packed_of(scheme, stored)
+    good = linear(x, (layout, packed, 20, None), how=how)
+    stored[3, :2] = torch.tensor([bad]).half().view(torch.uint8)
+    layout, packed = packed_of(scheme, stored)
+    got = linear(x, (layout, packed, 20, None), how=how)
+    assert not got[:, 3].isfinite().any()
+    keep = torch.arange(20) != 3
+    assert torch.equal(got[:, keep], good[:, keep])
 
 
-def test_zeros_give_zero(isa: str) -> None:
+@BOTH
+def test_zeros_give_zero(isa: str, how: str) -> None:
     *segment, _ = made(next(s for s in PARTED if s.kind == "Q4_K"), 20, 256)
-    assert torch.equal(linear(torch.zeros(2, 256), tuple(segment)), torch.zeros(2, 20))
+    assert torch.equal(linear(torch.zeros(5, 256), tuple(segment), how=how), torch.zeros(5, 20))
 
 
 @pytest.mark.parametrize("tiny", [1e-35, 1e-37, 1e-40, 1e-45])
-def test_tiny_numbers_give_tiny_ones(isa: str, tiny: float) -> None:
+@BOTH
+def test_tiny_numbers_give_tiny_ones(isa: str, how: str, tiny: float) -> None:
     """127 by one of them may be infinite, and zero times that no number."""
     x = draw(3, 256) * tiny
     x[:, ::3] = 0.0
     for kind in ("Q4_0", "Q4_K", "Q8_0"):
         *segment, weight = made(next(s for s in PARTED if s.kind == kind), 20, 256)
-        off = linear(x, tuple(segment)).double() - x.double() @ weight.T
+        off = linear(x, tuple(segment), how=how).double() - x.double() @ weight.T
         assert bool((off.abs() <= 2 * x.double().abs() @ weight.abs().T + 1e-44).all())
-    assert bool(((round_rows(x) - x).abs() <= x.abs().amax()).all())
+    assert bool(((round_rows(x, how == "int8-pow2") - x).abs() <= x.abs().amax()).all())
 
 
-@pytest.mark.parametrize("activations", ["int8", "bf16"])
+@pytest.mark.parametrize("activations", ["int8", "int8-pow2", "bf16"])
 def test_the_reference_rounds_rows_where_the_kernel_does(activations: str) -> None:
     scheme = next(s for s in PARTED if s.kind == "Q4_1")
     stored, x = random_blocks(scheme, 24, 256), draw(6, 256)
@@ -124,4 +176,4 @@ def test_the_reference_rounds_rows_where_the_kernel_does(activations: str) -> No
     assert torch.allclose(found["cpu"], found["reference"], rtol=1e-4, atol=1e-3)
     exact = x.double() @ scheme.unpack({"weight": stored}, torch.float32).double().T
     differs = not torch.allclose(found["cpu"].double(), exact, rtol=1e-4, atol=1e-3)
-    assert differs == (activations == "int8")
+    assert differs == (activations != "bf16")
