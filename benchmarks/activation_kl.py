@@ -44,6 +44,8 @@ CONFIGURATIONS = {
     "bf16 activations, bf16 KV": {"activations": "bf16", "kv_cache_dtype": "bfloat16"},
     BF16: {"activations": "int8", "kv_cache_dtype": "bfloat16"},
     INT8: {"activations": "int8", "kv_cache_dtype": "int8"},
+    "int8-pow2 activations, bf16 KV": {"activations": "int8-pow2", "kv_cache_dtype": "bfloat16"},
+    "int8-pow2 activations, int8 KV": {"activations": "int8-pow2", "kv_cache_dtype": "int8"},
 }
 
 

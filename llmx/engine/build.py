@@ -164,7 +164,9 @@ def _dtype(config: EngineConfig, opened: Opened | None, device: torch.device) ->
 def _activations(config: EngineConfig, device: torch.device) -> str:
     asked = config.activations
     if asked.startswith("int8") and device.type != "cpu":
-        raise UsageError(f"--activations {asked} is built for the CPU, not for {device}.", hint="leave --activations out")
+        raise UsageError(
+            f"--activations {asked} is built for the CPU, not for {device}.", hint="leave --activations out"
+        )
     if asked == "auto":
         return "int8" if device.type == "cpu" else "bf16"
     return asked
