@@ -43,7 +43,8 @@ Activations = Annotated[
     typer.Option(
         "--activations",
         help="What weights of 4 to 8 bits are multiplied with: int8 (rounded in groups of 32), int8-pow2 (with scales "
-        "that are powers of two: faster with AVX-512, about twice the error) or bf16 (not rounded); auto: int8 on the CPU.",
+        "that are powers of two: faster with AVX-512, about twice the error) or bf16 (not rounded); "
+        "auto: int8 on the CPU.",
         rich_help_panel=_ENGINE,
     ),
 ]
