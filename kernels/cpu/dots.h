@@ -41,7 +41,7 @@ LLMX_INLINE void dot(Dots<Wider>& sum, Codes w, int32_t x, Codes w2, int32_t x2)
 }
 template <class K> LLMX_INLINE V total(Dots<K> sum, int32_t) { return {_mm512_cvtepi32_ps(sum.v)}; }
 LLMX_INLINE V part_of(F x, int) { return {x.v}; }
-constexpr bool APART = true;
+constexpr bool SEPARATE = true;
 using Held = V;  // what a tile adds up: here there are registers for all of it
 LLMX_INLINE V given(const Held& from) { return from; }
 LLMX_INLINE void hold(Held& to, V x) { to = x; }
@@ -168,7 +168,7 @@ struct Numbers {
 };
 
 #if !defined(__AVX512F__)
-constexpr bool EXPONENTS = false, APART = false;
+constexpr bool EXPONENTS = false, SEPARATE = false;
 using Exponents = Numbers;
 #endif
 

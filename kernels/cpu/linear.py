@@ -13,7 +13,7 @@ from llmx.kernels.cpu.memory import take
 
 LANES = 16  # outputs in a block
 SUPER, LINE = 256, 64  # inputs that share a d where groups have scales of a byte; bytes of a cache line
-GROUP, ROUNDED_BYTES = 32, 48  # inputs that are rounded together, and what is kept of them
+GROUP, ROUNDED_BYTES, ROW_BYTES = 32, 56, 33  # inputs that are rounded together; what is kept of them, and of a row
 WHOLE = 3  # the first of the formats in whole numbers
 FORMATS = {
     **{"F32": 0, "F16": 1, "BF16": 2},
@@ -135,8 +135,8 @@ def linear_packed(x: Tensor, segments: Sequence[Packed], activations: str = "bf1
     """x (rows, n_in) -> (rows, sum of n_out) in x.dtype; accumulated in float32, rounded once.
 
     Each output is one chain of fused multiply-adds over the inputs in order, whatever the rows, tiles and threads.
-    activations "int8" and "int8-pow2": weights in whole numbers are multiplied with the row rounded to 8 bits, as
-    `reference.linear.round_rows` does it without and with `powers`.
+    activations "int8" and "int8-pow2": weights in whole numbers are multiplied with the row as `round_rows` of
+    `reference.linear` rounds it to 8 bits, without and with `powers`.
     """
     library = native()
     assert library is not None, "the table offers this only where the library is built"
@@ -150,8 +150,8 @@ def linear_packed(x: Tensor, segments: Sequence[Packed], activations: str = "bf1
         number, added = FORMATS[layout], 0 if bias is None else bias.data_ptr()
         what = (packed.data_ptr(), packed.shape[1], n_out, number, added)
         if activations != "bf16" and number >= WHOLE:
-            if rounded is None:  # and a byte for each row
-                rounded = torch.empty(rows * (n_in // GROUP * ROUNDED_BYTES + 1), dtype=torch.uint8)
+            if rounded is None:
+                rounded = torch.empty(rows * (n_in // GROUP * ROUNDED_BYTES + ROW_BYTES), dtype=torch.uint8)
             library.linear_int8(at, total, given, rounded.data_ptr(), rows, n_in, *what, powers, threads)
             given = 0  # it is rounded now
         else:

@@ -5,6 +5,10 @@
 // have a minimum acc = fma(minimum, scale * sum of q, acc) after it. The sums are exact, so that a row's bits depend on
 // neither rows, tiles nor threads. A group with an infinity or a NaN gives NaN, one of numbers below 1e-36 zero.
 //
+// Where a single q of a group would be above LIMIT, which leaves few bits to all others, its number is apart: the group is
+// rounded with zero in its place, and it is multiplied as it is, after the chain: acc = fma(weight, number, acc), in the
+// order of inputs. Keeping what exceeds the rest in full precision is LLM.int8()'s way (arXiv:2208.07339).
+//
 // With `powers` a scale is the next power of two, from 2^-100 to 2^100: smaller numbers give zero, larger ones NaN. That
 // loses up to a bit of each number; in return AVX-512 has one product less in each group of an output, of 10 or 11.
 #include "dots.h"
@@ -20,15 +24,56 @@ constexpr int64_t SOME = 4 * 1024;  // numbers that are worth a task of their ow
 constexpr float TINIEST = 1e-36f;   // 127 by less is infinite
 constexpr float LEAST = 0x1p-93f, MOST = 0x1p106f;  // of what powers of two scale: a weight times one is a normal number
 
+constexpr int MOST_PARTS = 8;  // of a tile's inputs, rounded side by side
+template <bool POWERS>
+constexpr int LIMIT = POWERS ? 15 : 21;
+
+// A number that is apart: input and row of the tile.
+struct Apart {
+  int32_t place;
+  float number;
+};
+constexpr int ROW_BITS = 4;
+static_assert(INT8_ROWS <= 1 << ROW_BITS, "a row's number has so many bits");
+
 // What a tile of `rows` rows keeps of each group, rows side by side: 8 dwords of q, then the scale, scale * sum of q,
 // and minus 8 times that sum, of all 32 and of the first 16.
 constexpr int64_t ROW_BYTES = 8 * 4 + 4 * 4;
 
+// What is kept of rounded rows: groups, tile after tile; then numbers that are apart, for which each part of a tile's
+// inputs has room; how many those are of each part; and of each row with powers whether one of its numbers is none, which
+// scales don't say then.
+struct Rounded {
+  struct Shares {  // of a whole in so many, in turn
+    int64_t each, more;  // the first `more` have one more
+    LLMX_INLINE int64_t first(int64_t share) const { return share * each + (share < more ? share : more); }
+  };
+  int64_t rows, inputs, tiles, parts;
+  Shares rows_of, groups_of;  // a tile's and a part's
+  uint8_t* groups;
+  Apart* apart;
+  int32_t* counts;
+  uint8_t* bad;
+
+  LLMX_INLINE Rounded(uint8_t* at, int64_t rows_, int64_t inputs_, int threads)
+      : rows(rows_), inputs(inputs_), tiles((rows_ + INT8_ROWS - 1) / INT8_ROWS), parts(1), groups(at) {
+    if (tiles < 4 * threads && rows * inputs >= SOME * tiles)  // too few tiles to share them evenly
+      parts = threads < MOST_PARTS ? threads : MOST_PARTS;
+    rows_of = {rows / tiles, rows % tiles}, groups_of = {inputs / GROUP / parts, inputs / GROUP % parts};
+    const int64_t all = rows * (inputs / GROUP);
+    apart = reinterpret_cast<Apart*>(groups + all * ROW_BYTES);
+    counts = reinterpret_cast<int32_t*>(apart + all);
+    bad = reinterpret_cast<uint8_t*>(counts + rows * MOST_PARTS);
+  }
+  LLMX_INLINE Apart* room(int64_t tile, int64_t part) const {
+    const int64_t row = rows_of.first(tile), count = rows_of.first(tile + 1) - row;
+    return apart + row * (inputs / GROUP) + count * groups_of.first(part);
+  }
+};
+
 struct Rounding {
   const float* x;
-  uint8_t* to;
-  int64_t rows, inputs, tiles, parts;  // a task is a part of a tile's inputs
-  uint8_t* bad;  // of rows, with powers: whether one of its numbers is none; scales don't say it then
+  const Rounded& to;
 };
 
 struct Sums {
@@ -159,9 +204,25 @@ LLMX_INLINE void put_groups(const Four& f, uint8_t* to, int64_t count, int64_t r
 
 #endif
 
+// The only of 32 that is above the limit; -1 if there are none or several.
+LLMX_INLINE int only_above(const int8_t* q, int limit) {
+  int found = -1, count = 0;
+  for (int i = 0; i < GROUP; ++i)
+    if (q[i] > limit || (q[i] < -limit && q[i] != -128)) found = i, ++count;
+  return count == 1 ? found : -1;
+}
+
+// Group g of a row; `i` is apart, if it isn't negative, and goes to `apart`.
 template <bool POWERS>
-LLMX_INLINE Sums round_one(const float* x, uint8_t* to, int64_t count, int64_t row) {
+LLMX_INLINE Sums round_one(const float* x, int64_t g, int i, uint8_t* to, int64_t count, int64_t row, Apart*& apart) {
   int8_t q[GROUP];
+  float rest[GROUP];
+  if (i >= 0) {
+    __builtin_memcpy(rest, x, sizeof rest);
+    rest[i] = 0.0f;
+    *apart++ = {static_cast<int32_t>((g * GROUP + i) << ROW_BITS | row), x[i]};
+    x = rest;
+  }
   const Sums sums = round_group<POWERS>(x, q);
   for (int i = 0; i < 8; ++i) __builtin_memcpy(to + 4 * (i * count + row), q + 4 * i, 4);
   __builtin_memcpy(to + 4 * (8 * count + row), &sums.scale, 4);
@@ -174,17 +235,28 @@ LLMX_INLINE Sums round_one(const float* x, uint8_t* to, int64_t count, int64_t r
 LLMX_INLINE bool none(float x) { return x != x; }
 #if defined(__AVX2__)
 LLMX_INLINE int none(const Four& f) { return _mm_movemask_ps(_mm_cmpunord_ps(f.weighted, f.weighted)); }
+LLMX_INLINE int only_above(__m256i q, int limit) {  // what is no number has become -128
+  const __m256i above = _mm256_cmpgt_epi8(_mm256_abs_epi8(q), _mm256_set1_epi8(static_cast<char>(limit)));
+  const uint32_t which = static_cast<uint32_t>(_mm256_movemask_epi8(above));
+  return which != 0 && (which & (which - 1)) == 0 ? __builtin_ctz(which) : -1;
+}
 #endif
 LLMX_INLINE void say(uint8_t* bad) { __atomic_store_n(bad, uint8_t{1}, __ATOMIC_RELAXED); }  // parts say it of the same row
 
 template <bool POWERS>
 void round_part(void* context, int64_t task, int) {
-  const Rounding& r = *static_cast<const Rounding*>(context);
-  const int64_t tile = task / r.parts, part = task % r.parts, n = r.inputs, groups = n / GROUP;
-  const int64_t first = r.rows * tile / r.tiles, count = r.rows * (tile + 1) / r.tiles - first;
-  const int64_t from = groups * part / r.parts, end = groups * (part + 1) / r.parts;
-  uint8_t* to = r.to + first * groups * ROW_BYTES;
-  const float* x = r.x + first * n;
+  const Rounding& job = *static_cast<const Rounding*>(context);
+  const Rounded& r = job.to;
+  const int64_t tile = task / r.parts, part = task % r.parts, n = r.inputs;
+  const int64_t first = r.rows_of.first(tile), count = r.rows_of.first(tile + 1) - first;
+  const int64_t from = r.groups_of.first(part), end = r.groups_of.first(part + 1);
+  uint8_t* to = r.groups + first * (n / GROUP) * ROW_BYTES;
+  Apart *const room = r.room(tile, part), *apart = room;
+  const float* x = job.x + first * n;
+  const auto one = [&](int64_t row, int64_t g, int i) {
+    const Sums sums = round_one<POWERS>(x + row * n + g * GROUP, g, i, to + g * count * ROW_BYTES, count, row, apart);
+    if (POWERS && none(sums.weighted)) say(r.bad + first + row);
+  };
   int64_t row = 0;
 #if defined(__AVX2__)
   for (; row + 4 <= count; row += 4)
@@ -192,6 +264,8 @@ void round_part(void* context, int64_t task, int) {
       const float* at = x + row * n + g * GROUP;
       const Four four = round_four<POWERS>({at, at + n, at + 2 * n, at + 3 * n});
       put_rows(four, to + g * count * ROW_BYTES, count, row);
+      for (int i = 0; i < 4; ++i)
+        if (const int k = only_above(four.q[i], LIMIT<POWERS>); k >= 0) one(row + i, g, k);
       if constexpr (POWERS)
         for (int which = none(four), i = 0; which >> i; ++i)
           if (which >> i & 1) say(r.bad + first + row + i);
@@ -204,20 +278,24 @@ void round_part(void* context, int64_t task, int) {
       const float* at = x + row * n + g * GROUP;
       const Four four = round_four<POWERS>({at, at + GROUP, at + 2 * GROUP, at + 3 * GROUP});
       put_groups(four, to + g * count * ROW_BYTES, count, row);
+      for (int i = 0; i < 4; ++i)
+        if (const int k = only_above(four.q[i], LIMIT<POWERS>); k >= 0) one(row, g + i, k);
       if (POWERS && none(four)) say(r.bad + first + row);
     }
 #endif
     for (; g < end; ++g) {
-      const Sums sums = round_one<POWERS>(x + row * n + g * GROUP, to + g * count * ROW_BYTES, count, row);
-      if (POWERS && none(sums.weighted)) say(r.bad + first + row);
+      int8_t q[GROUP];
+      round_group<POWERS>(x + row * n + g * GROUP, q);
+      one(row, g, only_above(q, LIMIT<POWERS>));
     }
   }
+  r.counts[task] = static_cast<int32_t>(apart - room);
 }
 
 struct Job {
   const uint8_t* packed;
-  int64_t block_bytes, inputs, outputs, rows, tiles;
-  const uint8_t* x;  // as round_part leaves it
+  int64_t block_bytes, inputs, outputs;
+  const Rounded& x;
   float* out;        // (rows, stride)
   int64_t stride;
   const float* bias;
@@ -290,21 +368,42 @@ LLMX_UNROLL
     LLMX_UNROLL for (int r = 0; r < R; ++r) {
       const V dotted = total(dots[r], Source::SIGNED ? mine[r] * UP : 0);
       hold(sums[r][part], fma(dotted, weights.times(scale[r]), given(sums[r][part])));
-      if constexpr (Source::MIN && !APART) add_minimum(r);
+      if constexpr (Source::MIN && !SEPARATE) add_minimum(r);
     }
     if (!weights.finite()) {
       LLMX_UNROLL for (int r = 0; r < R; ++r) hold(sums[r][part], fma(weights.plain, every(0.0f), given(sums[r][part])));
     }
-    if constexpr (Source::MIN && APART) {
+    if constexpr (Source::MIN && SEPARATE) {
       LLMX_UNROLL for (int r = 0; r < R; ++r) add_minimum(r);
     }
   }
 }
 
+struct Tile {
+  int64_t row, rows;
+  const Apart *apart[MOST_PARTS], *end[MOST_PARTS];  // of each part
+  bool any;  // number is apart
+};
+
+// What numbers that are apart add to a tile's outputs.
+template <class Source, int R>
+void add_apart(Source source, const Tile& tile, int64_t parts, F (&sums)[R]) {
+  for (int64_t p = 0; p < parts; ++p)
+    for (const Apart* apart = tile.apart[p]; apart < tile.end[p]; ++apart) {
+      const uint32_t place = static_cast<uint32_t>(apart->place), row = place % (1 << ROW_BITS), k = place >> ROW_BITS;
+      const int64_t group = k / GROUP;
+      const int half = static_cast<int>(k % GROUP / 16), i = static_cast<int>(k % 16 / 4), byte = static_cast<int>(k % 4);
+      source.begin(group, 0);
+      if constexpr (Source::FINE) source.begin(group, half);
+      sums[row] = fma(source.weight(group, half, i, byte), all(apart->number), sums[row]);
+    }
+}
+
 template <class Source, int R, class Scales>
-void tile(const Job& job, int64_t row, int64_t block) {
+void tile(const Job& job, const Tile& tile, int64_t block) {
   Source source(job.packed + block * job.block_bytes, job.inputs);
-  const uint8_t* x = job.x + row * (job.inputs / GROUP) * ROW_BYTES;
+  const int64_t at = block * LANES;
+  const uint8_t* x = job.x.groups + tile.row * (job.inputs / GROUP) * ROW_BYTES;
   Held sums[R][PARTS];
   LLMX_UNROLL for (int r = 0; r < R; ++r) {
     LLMX_UNROLL for (int part = 0; part < PARTS; ++part) hold(sums[r][part], every(0.0f));
@@ -318,20 +417,21 @@ void tile(const Job& job, int64_t row, int64_t block) {
       gain<Source, R, Scales>(source, group, 1, reinterpret_cast<const int32_t*>(x), sums);
     }
   }
-  const int64_t at = block * LANES;
+  F found[R];
+  LLMX_UNROLL for (int r = 0; r < R; ++r) found[r] = joined(sums[r]);
+  if (tile.any) add_apart<Source, R>(source, tile, job.x.parts, found);
   LLMX_UNROLL for (int r = 0; r < R; ++r)
-    put_outputs(job.out + (row + r) * job.stride + at, joined(sums[r]), job.bias ? job.bias + at : nullptr,
-                job.outputs - at);
+    put_outputs(job.out + (tile.row + r) * job.stride + at, found[r], job.bias ? job.bias + at : nullptr, job.outputs - at);
 }
 
 template <bool FIRST, class A, class B> struct Either { using Type = A; };
 template <class A, class B> struct Either<false, A, B> { using Type = B; };
 
 template <class Source, class Scales, int R>
-LLMX_INLINE void choose(const Job& job, int64_t rows, int64_t row, int64_t block) {
+LLMX_INLINE void choose(const Job& job, const Tile& t, int64_t block) {
   using Mine = typename Either<(R < 4), Numbers, Scales>::Type;  // of few rows a product is cheaper than what they share
-  if (rows == R) return tile<Source, R, Mine>(job, row, block);
-  if constexpr (R > 1) choose<Source, Scales, R - 1>(job, rows, row, block);
+  if (t.rows == R) return tile<Source, R, Mine>(job, t, block);
+  if constexpr (R > 1) choose<Source, Scales, R - 1>(job, t, block);
 }
 
 // Several blocks for a tile of rows, whose numbers stay in the first-level cache.
@@ -340,9 +440,15 @@ void some_blocks(void* context, int64_t task, int) {
   const Job& job = *static_cast<const Job*>(context);
   const int64_t blocks = (job.outputs + LANES - 1) / LANES, first = task * job.wide;
   const int64_t last = first + job.wide < blocks ? first + job.wide : blocks;
-  for (int64_t t = 0; t < job.tiles; ++t) {
-    const int64_t row = job.rows * t / job.tiles, next = job.rows * (t + 1) / job.tiles;
-    for (int64_t block = first; block < last; ++block) choose<Source, Scales, INT8_ROWS>(job, next - row, row, block);
+  for (int64_t t = 0; t < job.x.tiles; ++t) {
+    Tile tile;
+    tile.row = job.x.rows_of.first(t), tile.rows = job.x.rows_of.first(t + 1) - tile.row, tile.any = false;
+    for (int64_t part = 0; part < job.x.parts; ++part) {
+      const int32_t count = job.x.counts[t * job.x.parts + part];
+      tile.apart[part] = job.x.room(t, part), tile.end[part] = tile.apart[part] + count;
+      tile.any |= count != 0;
+    }
+    for (int64_t block = first; block < last; ++block) choose<Source, Scales, INT8_ROWS>(job, tile, block);
   }
 }
 
@@ -360,15 +466,15 @@ void run(Job& job, bool powers, int threads) {
 void linear_int8(float* out, int64_t stride, const float* x, uint8_t* rounded, int64_t rows, int64_t inputs,
                  const uint8_t* packed, int64_t block_bytes, int64_t outputs, int32_t format, const float* bias,
                  int32_t powers, int32_t threads) {
-  const int64_t tiles = (rows + INT8_ROWS - 1) / INT8_ROWS;
-  uint8_t* bad = rounded + rows * (inputs / GROUP) * ROW_BYTES;
+  if (rows == 0) return;
+  const Rounded r(rounded, rows, inputs, threads);
   if (x != nullptr) {
-    const bool few = tiles < 4 * threads && rows * inputs >= SOME * tiles;  // too few tiles to share them evenly
-    Rounding rounding{x, rounded, rows, inputs, tiles, few ? threads : 1, bad};
-    if (powers) __builtin_memset(bad, 0, static_cast<uint64_t>(rows));
-    llmx_pool::each(powers ? round_part<true> : round_part<false>, &rounding, tiles * rounding.parts, rows * inputs < SOME ? 1 : threads);
+    Rounding rounding{x, r};
+    if (powers) __builtin_memset(r.bad, 0, static_cast<uint64_t>(rows));
+    llmx_pool::each(powers ? round_part<true> : round_part<false>, &rounding, r.tiles * r.parts,
+                    rows * inputs < SOME ? 1 : threads);
   }
-  Job job{packed, block_bytes, inputs, outputs, rows, tiles, rounded, out, stride, bias, 0};
+  Job job{packed, block_bytes, inputs, outputs, r, out, stride, bias, 0};
   switch (format) {
 #define LLMX_RUN(number, ...)                    \
   case number:                                   \
@@ -377,7 +483,7 @@ void linear_int8(float* out, int64_t stride, const float* x, uint8_t* rounded, i
     LLMX_PACKED(LLMX_RUN)
   }
   for (int64_t row = 0; powers && row < rows; ++row)
-    for (int64_t n = 0; bad[row] && n < outputs; ++n) out[row * stride + n] = __builtin_nanf("");
+    for (int64_t n = 0; r.bad[row] && n < outputs; ++n) out[row * stride + n] = __builtin_nanf("");
 }
 
 }  // namespace LLMX_ISA

@@ -58,8 +58,8 @@ def test_where_scales_are_powers_of_two_both_ways_give_the_same_bits(isa: str, s
 
 def test_powers_of_two_as_they_are_defined() -> None:
     x = torch.zeros(6, 32)
-    x[:, 0] = torch.tensor([127.0, 127.5, 254.0, 1.0, -64.0, 255.0])
-    x[:, 1] = 0.75
+    x[:, :2] = torch.tensor([127.0, 127.5, 254.0, 1.0, -64.0, 255.0])[:, None]
+    x[:, 2] = 0.75
     steps = torch.tensor([1.0, 2.0, 2.0, 1 / 64, 1.0, 4.0])[:, None]
     assert torch.equal(round_rows(x, True), (x / steps).round() * steps)
     small, large = 2.0**-93, 2.0**106
@@ -70,11 +70,48 @@ def test_powers_of_two_as_they_are_defined() -> None:
     assert torch.allclose(got[1:3], edge[1:3], rtol=1 / 127)
 
 
+def with_large_ones(rows: int, n_in: int, seed: int) -> Tensor:
+    """One number of 30 is many times the others: of 32 there may be one such, several or none."""
+    generator = torch.Generator().manual_seed(seed)
+    large = torch.rand(rows, n_in, generator=generator) < 1 / 30
+    large[:, :32] = False
+    return draw(rows, n_in, seed=seed) * torch.where(large, 50.0, 1.0)
+
+
+@pytest.mark.parametrize("scheme", PARTED, ids=lambda s: s.kind)
+@BOTH
+def test_what_exceeds_the_rest_is_multiplied_as_it_is(isa: str, how: str, scheme: PartedScheme) -> None:
+    *segment, weight = made(scheme, 40, 512)
+    for rows in (1, 3, 4, 12, 33):
+        x = with_large_ones(rows, 512, seed=rows)
+        rounded = round_rows(x, how == "int8-pow2").double()
+        kept = (rounded == x.double()) & (x.abs() > 30.0)
+        assert rows * 512 / 32 / 10 < int(kept.sum()) < rows * 512 / 32 / 2
+        bound = rounded.abs() @ weight.abs().T + 1e-30
+        got = linear(x, tuple(segment), how=how)
+        assert float(((got - rounded @ weight.T).abs() / bound).max()) < 2e-6
+
+
+def test_a_single_large_number_costs_the_others_nothing() -> None:
+    for powers in (False, True):
+        x = draw(50, 32, seed=3)
+        alone = x.clone()
+        alone[:, 7] = 0.0
+        x[:, 7] = 1001.0
+        got = round_rows(x, powers)
+        assert torch.equal(got[:, 7], x[:, 7])
+        got[:, 7] = 0.0
+        assert torch.equal(got, round_rows(alone, powers))
+        x[:, 20] = -900.0  # two: neither is apart
+        assert bool((round_rows(x, powers)[:, :7].abs() <= 8.0).all())
+        assert not torch.equal(round_rows(x, powers)[:, 20], x[:, 20])
+
+
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q4_K", "Q8_0", "Q6_K", "Q2_K"])
 @BOTH
 def test_a_rows_bits_depend_on_neither_rows_nor_threads(isa: str, how: str, kind: str) -> None:
     *segment, _ = made(next(s for s in PARTED if s.kind == kind), 100, 512)
-    x, threads = draw(33, 512, seed=4), torch.get_num_threads()
+    x, threads = with_large_ones(33, 512, seed=4), torch.get_num_threads()
     alone = torch.cat([linear(row[None], tuple(segment), how=how) for row in x])
     try:
         for count in (1, 2, 5):
