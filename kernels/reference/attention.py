@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 KEY_TILE = 128  # a multiple of every block size
-ROWS = 4  # torch's f32 product on the CPU gives a row equal bits in any multiple of this many rows, not in others
+ROWS = 16  # torch's f32 products of these sizes give a row equal bits in any multiple of so many rows, not in others
 LOWEST = -1e30
 
 

@@ -32,9 +32,10 @@ def test_a_row_has_the_same_bits_among_1_to_40_rows(n_out: int, n_in: int, dtype
 @pytest.mark.parametrize("threads", [1, 2])
 def test_nor_does_it_with_more_threads(threads: int) -> None:
     torch.set_num_threads(threads)
-    x, weight = randn(200, 576), randn(1536, 576, seed=1)
-    whole = linear(x, weight, None)
-    assert all(torch.equal(linear(x[5 : 5 + n], weight, None), whole[5 : 5 + n]) for n in (1, 2, 3, 5, 33, 130))
+    for n_out, n_in in ((1536, 576), (128, 896), (16, 4096)):
+        x, weight = randn(530, n_in), randn(n_out, n_in, seed=1)
+        whole = linear(x, weight, None)
+        assert all(torch.equal(linear(x[5 : 5 + n], weight, None), whole[5 : 5 + n]) for n in (1, 2, 3, 5, 33, 130))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
