@@ -14,6 +14,9 @@ struct Byte {};
 
 #if defined(__AVX512F__)
 
+#if !defined(__AVX512BF16__)
+#define LLMX_UNPACKED  // linear_int8.cpp has another way for many rows: good on Ice Lake, not measured where there is bfloat16
+#endif
 constexpr int INT8_ROWS = 12, WIDE = 16, PARTS = 1;  // rows of a tile
 
 struct Codes { __m512i v; };
@@ -25,6 +28,8 @@ LLMX_INLINE Codes shifted(Codes w, int up) {  // within dwords: the caller masks
 }
 LLMX_INLINE Codes masked(Codes w, int bits) { return {_mm512_and_si512(w.v, _mm512_set1_epi8(static_cast<char>(bits)))}; }
 LLMX_INLINE Codes either(Codes a, Codes b) { return {_mm512_or_si512(a.v, b.v)}; }
+LLMX_INLINE Codes moved_up(Codes w) { return {_mm512_xor_si512(w.v, _mm512_set1_epi8(-128))}; }  // bytes, by 128
+LLMX_INLINE void store_codes(uint8_t* p, Codes w) { _mm512_storeu_si512(p, w.v); }
 // `less`: minus what codes were moved up by, times the sum of the row's numbers. `no_dots` or `total` adds it.
 template <class K> LLMX_INLINE Dots<K> no_dots(int32_t less) { return {_mm512_set1_epi32(less)}; }
 // The product takes one side without a sign: bytes are moved up by 128, and `total` moves them back.
@@ -32,8 +37,7 @@ template <class K> LLMX_INLINE void dot(Dots<K>& sum, Codes w, int32_t x) {
   sum.v = _mm512_dpbusd_epi32(sum.v, w.v, _mm512_set1_epi32(x));
 }
 LLMX_INLINE void dot(Dots<Byte>& sum, Codes w, int32_t x) {
-  const __m512i up = _mm512_xor_si512(w.v, _mm512_set1_epi8(-128));
-  sum.v = _mm512_dpbusd_epi32(sum.v, up, _mm512_set1_epi32(x));
+  sum.v = _mm512_dpbusd_epi32(sum.v, moved_up(w).v, _mm512_set1_epi32(x));
 }
 LLMX_INLINE void dot(Dots<Wider>& sum, Codes w, int32_t x, Codes w2, int32_t x2) {
   sum.v = _mm512_dpbusd_epi32(sum.v, w.v, _mm512_set1_epi32(x));

@@ -25,6 +25,9 @@ constexpr float TINIEST = 1e-36f;   // 127 by less is infinite
 constexpr float LEAST = 0x1p-93f, MOST = 0x1p106f;  // of what powers of two scale: a weight times one is a normal number
 
 constexpr int MOST_PARTS = 8;  // of a tile's inputs, rounded side by side
+// Rows from which on weights are unpacked beforehand, and those of a tile then, or one less.
+constexpr int64_t MANY = 28, SMALL_TILE = 6;
+static_assert(MANY >= SMALL_TILE * (SMALL_TILE - 2), "shared among tiles none has less");
 template <bool POWERS>
 constexpr int LIMIT = POWERS ? 15 : 21;
 
@@ -56,7 +59,13 @@ struct Rounded {
   uint8_t* bad;
 
   LLMX_INLINE Rounded(uint8_t* at, int64_t rows_, int64_t inputs_, int threads)
-      : rows(rows_), inputs(inputs_), tiles((rows_ + INT8_ROWS - 1) / INT8_ROWS), parts(1), groups(at) {
+      : rows(rows_), inputs(inputs_), parts(1), groups(at) {
+#if defined(LLMX_UNPACKED)
+    const int64_t most = rows < MANY ? INT8_ROWS : SMALL_TILE;
+#else
+    const int64_t most = INT8_ROWS;
+#endif
+    tiles = (rows + most - 1) / most;
     if (tiles < 4 * threads && rows * inputs >= SOME * tiles)  // too few tiles to share them evenly
       parts = threads < MOST_PARTS ? threads : MOST_PARTS;
     rows_of = {rows / tiles, rows % tiles}, groups_of = {inputs / GROUP / parts, inputs / GROUP % parts};
@@ -305,11 +314,12 @@ struct Job {
 template <int BITS> struct KindOf { using Type = Wider; };
 template <> struct KindOf<4> { using Type = Nibble; };
 template <> struct KindOf<8> { using Type = Byte; };
+template <> struct KindOf<0> { using Type = Nibble; };  // unpacked
 
 // Four inputs' codes, 4j …, as they are stored.
 template <class Source>
 LLMX_INLINE Codes code(const uint8_t* codes, int j) {
-  if constexpr (Source::BITS == 8) {
+  if constexpr (Source::BITS == 8 || Source::BITS == 0) {
     return load_codes(codes + 4 * LANES * j);
   } else {
     const int i = j % 4;
@@ -323,58 +333,70 @@ LLMX_INLINE Codes code(const uint8_t* codes, int j) {
 }
 
 // Adds the products of four inputs, and of four others.
-template <class Source, int R, class K>
-LLMX_INLINE void products(const uint8_t* codes, const int32_t* q, int j, int k, Dots<K> (&sums)[R]) {
+template <class Source, int R, int B, class K>
+LLMX_INLINE void products(const uint8_t* const (&codes)[B], const int32_t* q, int j, int k, Dots<K> (&sums)[B][R]) {
   if constexpr (Source::BITS == 5 || Source::BITS == 6) {
-    const Codes a = code<Source>(codes, j), b = code<Source>(codes, k);
-    LLMX_UNROLL for (int r = 0; r < R; ++r) dot(sums[r], a, q[j * R + r], b, q[k * R + r]);
+    Codes first[B], second[B];
+    LLMX_UNROLL for (int b = 0; b < B; ++b) first[b] = code<Source>(codes[b], j), second[b] = code<Source>(codes[b], k);
+    LLMX_UNROLL for (int r = 0; r < R; ++r) {
+      LLMX_UNROLL for (int b = 0; b < B; ++b) dot(sums[b][r], first[b], q[j * R + r], second[b], q[k * R + r]);
+    }
   } else {
-    const Codes a = code<Source>(codes, j);
-    LLMX_UNROLL for (int r = 0; r < R; ++r) dot(sums[r], a, q[j * R + r]);
-    const Codes b = code<Source>(codes, k);
-    LLMX_UNROLL for (int r = 0; r < R; ++r) dot(sums[r], b, q[k * R + r]);
+    const auto add_all = [&](int j) __attribute__((always_inline)) {
+      Codes four[B];
+      LLMX_UNROLL for (int b = 0; b < B; ++b) four[b] = code<Source>(codes[b], j);
+      LLMX_UNROLL for (int r = 0; r < R; ++r) {
+        LLMX_UNROLL for (int b = 0; b < B; ++b) dot(sums[b][r], four[b], q[j * R + r]);
+      }
+    };
+    add_all(j), add_all(k);
   }
 }
 
-// What a tile of R rows gains from the inputs that share a scale: `turn` of a group's.
-template <class Source, int R, class Scales>
-LLMX_INLINE void gain(const Source& source, int64_t group, int turn, const int32_t* x, Held (&sums)[R][PARTS]) {
+// What a tile of R rows and B blocks gains from the inputs that share a scale: `turn` of a group's.
+template <class Source, int R, int B, class Scales>
+LLMX_INLINE void gain(Source (&sources)[B], int64_t group, int turn, const int32_t* x, Held (&sums)[B][R][PARTS]) {
   using K = typename KindOf<Source::BITS>::Type;
-  constexpr int UP = Source::BITS < 5 ? 1 : 1 << (Source::BITS - 4);  // codes with a sign are moved up by 8 of it
+  constexpr int UP = Source::UP;
   const float *scale = reinterpret_cast<const float*>(x + 8 * R), *weighted = scale + R;
   const int32_t *less = x + 10 * R, *first_less = less + R;
 LLMX_UNROLL
   for (int part = 0; part < PARTS; ++part) {
     if (part) __asm__("" : "+r"(x));  // or GCC keeps what all parts read in registers, and runs out of them
-    const uint8_t* codes = source.codes(group) + 4 * WIDE * part;
-    const Scales weights(part_of(source.scale, part));
-    Dots<K> dots[R];
+    const uint8_t* codes[B];
+    Dots<K> dots[B][R];
     int32_t mine[R];  // minus 8 times the sum of a row's numbers
     LLMX_UNROLL for (int r = 0; r < R; ++r) {
       mine[r] = !Source::FINE ? less[r] : turn == 0 ? first_less[r] : less[r] - first_less[r];
-      dots[r] = no_dots<K>(Source::SIGNED ? mine[r] * UP : 0);
+      LLMX_UNROLL for (int b = 0; b < B; ++b) dots[b][r] = no_dots<K>(Source::SIGNED ? mine[r] * UP : 0);
     }
+    LLMX_UNROLL for (int b = 0; b < B; ++b) codes[b] = sources[b].codes(group) + 4 * WIDE * part;
     if constexpr (Source::FINE) {
-      products<Source, R, K>(codes, x, 4 * turn, 4 * turn + 1, dots);
-      products<Source, R, K>(codes, x, 4 * turn + 2, 4 * turn + 3, dots);
+      products<Source, R, B, K>(codes, x, 4 * turn, 4 * turn + 1, dots);
+      products<Source, R, B, K>(codes, x, 4 * turn + 2, 4 * turn + 3, dots);
     } else {
       LLMX_UNROLL
-      for (int i = 0; i < 4; ++i) products<Source, R, K>(codes, x, i, 4 + i, dots);
+      for (int i = 0; i < 4; ++i) products<Source, R, B, K>(codes, x, i, 4 + i, dots);
     }
-    const auto add_minimum = [&](int r) __attribute__((always_inline)) {
-      const float numbers = Source::FINE ? scale[r] * (-0.125f * static_cast<float>(mine[r])) : weighted[r];
-      hold(sums[r][part], fma(part_of(source.minimum, part), every(numbers), given(sums[r][part])));
-    };
-    LLMX_UNROLL for (int r = 0; r < R; ++r) {
-      const V dotted = total(dots[r], Source::SIGNED ? mine[r] * UP : 0);
-      hold(sums[r][part], fma(dotted, weights.times(scale[r]), given(sums[r][part])));
-      if constexpr (Source::MIN && !SEPARATE) add_minimum(r);
-    }
-    if (!weights.finite()) {
-      LLMX_UNROLL for (int r = 0; r < R; ++r) hold(sums[r][part], fma(weights.plain, every(0.0f), given(sums[r][part])));
-    }
-    if constexpr (Source::MIN && SEPARATE) {
-      LLMX_UNROLL for (int r = 0; r < R; ++r) add_minimum(r);
+    LLMX_UNROLL for (int b = 0; b < B; ++b) {
+      if (B > 1) sources[b].begin(group, turn);  // late, for the sake of registers
+      const Scales weights(part_of(sources[b].scale, part));
+      const auto add_minimum = [&](int r) __attribute__((always_inline)) {
+        const float numbers = Source::FINE ? scale[r] * (-0.125f * static_cast<float>(mine[r])) : weighted[r];
+        hold(sums[b][r][part], fma(part_of(sources[b].minimum, part), every(numbers), given(sums[b][r][part])));
+      };
+      LLMX_UNROLL for (int r = 0; r < R; ++r) {
+        const V dotted = total(dots[b][r], Source::SIGNED ? mine[r] * UP : 0);
+        hold(sums[b][r][part], fma(dotted, weights.times(scale[r]), given(sums[b][r][part])));
+        if constexpr (Source::MIN && !SEPARATE) add_minimum(r);
+      }
+      if (!weights.finite()) {
+        LLMX_UNROLL for (int r = 0; r < R; ++r)
+          hold(sums[b][r][part], fma(weights.plain, every(0.0f), given(sums[b][r][part])));
+      }
+      if constexpr (Source::MIN && SEPARATE) {
+        LLMX_UNROLL for (int r = 0; r < R; ++r) add_minimum(r);
+      }
     }
   }
 }
@@ -382,7 +404,16 @@ LLMX_UNROLL
 struct Tile {
   int64_t row, rows;
   const Apart *apart[MOST_PARTS], *end[MOST_PARTS];  // of each part
-  bool any;  // number is apart
+  bool any = false;  // number is apart
+
+  LLMX_INLINE Tile(const Rounded& x, int64_t number) : row(x.rows_of.first(number)) {
+    rows = x.rows_of.first(number + 1) - row;
+    for (int64_t part = 0; part < x.parts; ++part) {
+      const int32_t count = x.counts[number * x.parts + part];
+      apart[part] = x.room(number, part), end[part] = apart[part] + count;
+      any |= count != 0;
+    }
+  }
 };
 
 // What numbers that are apart add to a tile's outputs.
@@ -401,24 +432,24 @@ void add_apart(Source source, const Tile& tile, int64_t parts, F (&sums)[R]) {
 
 template <class Source, int R, class Scales>
 void tile(const Job& job, const Tile& tile, int64_t block) {
-  Source source(job.packed + block * job.block_bytes, job.inputs);
+  Source sources[1] = {Source(job.packed + block * job.block_bytes, job.inputs)}, &source = sources[0];
   const int64_t at = block * LANES;
   const uint8_t* x = job.x.groups + tile.row * (job.inputs / GROUP) * ROW_BYTES;
-  Held sums[R][PARTS];
+  Held sums[1][R][PARTS];
   LLMX_UNROLL for (int r = 0; r < R; ++r) {
-    LLMX_UNROLL for (int part = 0; part < PARTS; ++part) hold(sums[r][part], every(0.0f));
+    LLMX_UNROLL for (int part = 0; part < PARTS; ++part) hold(sums[0][r][part], every(0.0f));
   }
   for (int64_t group = 0; group < job.inputs / GROUP; ++group, x += R * ROW_BYTES) {
     source.template fetch<R == 1 ? 3 : 2>(group, job.block_bytes);  // of the next block, which is too short to be guessed
     source.begin(group, 0);
-    gain<Source, R, Scales>(source, group, 0, reinterpret_cast<const int32_t*>(x), sums);
+    gain<Source, R, 1, Scales>(sources, group, 0, reinterpret_cast<const int32_t*>(x), sums);
     if constexpr (Source::FINE) {
       source.begin(group, 1);
-      gain<Source, R, Scales>(source, group, 1, reinterpret_cast<const int32_t*>(x), sums);
+      gain<Source, R, 1, Scales>(sources, group, 1, reinterpret_cast<const int32_t*>(x), sums);
     }
   }
   F found[R];
-  LLMX_UNROLL for (int r = 0; r < R; ++r) found[r] = joined(sums[r]);
+  LLMX_UNROLL for (int r = 0; r < R; ++r) found[r] = joined(sums[0][r]);
   if (tile.any) add_apart<Source, R>(source, tile, job.x.parts, found);
   LLMX_UNROLL for (int r = 0; r < R; ++r)
     put_outputs(job.out + (tile.row + r) * job.stride + at, found[r], job.bias ? job.bias + at : nullptr, job.outputs - at);
@@ -434,20 +465,114 @@ LLMX_INLINE void choose(const Job& job, const Tile& t, int64_t block) {
   if constexpr (R > 1) choose<Source, Scales, R - 1>(job, t, block);
 }
 
+#if defined(LLMX_UNPACKED)
+
+constexpr int64_t FEW = 20;  // groups of two blocks that are unpacked at a time: they stay in the first-level cache
+
+// Weights of two blocks: of each group, block after block, 8 vectors of codes from zero on, a byte each, then the scales
+// and (MIN) minima in float32.
+template <class Packed>
+struct Unpacked {
+  static constexpr int BITS = 0, UP = Packed::UP;
+  static constexpr bool SIGNED = Packed::SIGNED, FINE = Packed::FINE, MIN = Packed::MIN;
+  static constexpr int CODES = 8 * 4 * LANES, SCALES = 4 * LANES * (MIN ? 2 : 1), BYTES = CODES + SCALES * (FINE ? 2 : 1);
+  const uint8_t* block;
+  F scale, minimum;
+
+  LLMX_INLINE const uint8_t* codes(int64_t group) const { return block + group * (2 * BYTES); }
+  LLMX_INLINE void begin(int64_t group, int part) {
+    if (part == 1 && !FINE) return;
+    const float* at = reinterpret_cast<const float*>(codes(group) + CODES + part * SCALES);
+    scale = load(at);
+    if constexpr (MIN) minimum = load(at + LANES);
+  }
+  // Group `group` of `from`, to `to`.
+  static LLMX_INLINE void unpack(Packed& from, int64_t group, uint8_t* to) {
+    LLMX_UNROLL for (int j = 0; j < 8; ++j) {
+      const Codes four = code<Packed>(from.codes(group), j);
+      store_codes(to + 4 * LANES * j, Packed::BITS == 8 ? moved_up(four) : four);
+    }
+    float* at = reinterpret_cast<float*>(to + CODES);
+    LLMX_UNROLL for (int part = 0; part < (FINE ? 2 : 1); ++part, at += SCALES / 4) {
+      from.begin(group, part);
+      store(at, from.scale);
+      if constexpr (MIN) store(at + LANES, from.minimum);
+    }
+  }
+};
+
+// What a tile's rows gain from `count` groups of two blocks, number `from` and up; those before it are in `out`.
+template <class Source, int R, class Scales>
+void unpacked_tile(const Job& job, const Tile& tile, int64_t block, const uint8_t* unpacked, int64_t from, int64_t count) {
+  Source sources[2];
+  sources[0].block = unpacked, sources[1].block = unpacked + Source::BYTES;
+  float* out = job.out + tile.row * job.stride + block * LANES;
+  Held sums[2][R][PARTS];
+  LLMX_UNROLL for (int r = 0; r < R; ++r) {
+    LLMX_UNROLL for (int b = 0; b < 2; ++b)
+      hold(sums[b][r][0], from ? part_of(load(out + r * job.stride + b * LANES), 0) : every(0.0f));
+  }
+  const uint8_t* x = job.x.groups + (tile.row * (job.inputs / GROUP) + from * R) * ROW_BYTES;
+  for (int64_t group = 0; group < count; ++group, x += R * ROW_BYTES)
+    LLMX_UNROLL for (int turn = 0; turn < (Source::FINE ? 2 : 1); ++turn)
+      gain<Source, R, 2, Scales>(sources, group, turn, reinterpret_cast<const int32_t*>(x), sums);
+  LLMX_UNROLL for (int r = 0; r < R; ++r) {
+    LLMX_UNROLL for (int b = 0; b < 2; ++b) store(out + r * job.stride + b * LANES, joined(sums[b][r]));
+  }
+}
+
+// Two whole blocks for all rows.
+template <class Packed, class Scales>
+void unpack_and_multiply(const Job& job, int64_t block) {
+  using Source = Unpacked<Packed>;
+  alignas(64) uint8_t unpacked[FEW * 2 * Source::BYTES];
+  const int64_t groups = job.inputs / GROUP, chunks = (groups + FEW - 1) / FEW;
+  const Rounded::Shares chunk{groups / chunks, groups % chunks};
+  Packed sources[2];
+  LLMX_UNROLL for (int b = 0; b < 2; ++b) sources[b].block = job.packed + (block + b) * job.block_bytes;
+  const uint8_t* next = job.packed + (block + 2) * job.block_bytes;  // what will be unpacked then, into the cache by shares
+  const int64_t lines = 2 * job.block_bytes / 64, steps = chunks * job.x.tiles;
+  for (int64_t c = 0, step = 0; c < chunks; ++c) {
+    const int64_t from = chunk.first(c), count = chunk.first(c + 1) - from;
+    for (int64_t group = 0; group < count; ++group)
+      for (int b = 0; b < 2; ++b)
+        Source::unpack(sources[b], from + group, unpacked + (2 * group + b) * Source::BYTES);
+    for (int64_t t = 0; t < job.x.tiles; ++t, ++step) {
+      for (int64_t line = lines * step / steps; line < lines * (step + 1) / steps; ++line)
+        __builtin_prefetch(next + 64 * line, 0, 2);
+      const Tile tile(job.x, t);
+      const auto multiply = tile.rows == SMALL_TILE ? unpacked_tile<Source, SMALL_TILE, Scales>
+                                                    : unpacked_tile<Source, SMALL_TILE - 1, Scales>;
+      multiply(job, tile, block, unpacked, from, count);
+    }
+  }
+  for (int64_t t = 0; t < job.x.tiles; ++t) {
+    const Tile tile(job.x, t);
+    for (int b = 0; (tile.any || job.bias) && b < 2; ++b) {
+      const int64_t at = (block + b) * LANES;
+      F found[SMALL_TILE];
+      for (int64_t r = 0; r < tile.rows; ++r) found[r] = load(job.out + (tile.row + r) * job.stride + at);
+      if (tile.any) add_apart<Packed, SMALL_TILE>(sources[b], tile, job.x.parts, found);
+      for (int64_t r = 0; r < tile.rows; ++r)
+        put_outputs(job.out + (tile.row + r) * job.stride + at, found[r], job.bias ? job.bias + at : nullptr, LANES);
+    }
+  }
+}
+
+#endif
+
 // Several blocks for a tile of rows, whose numbers stay in the first-level cache.
 template <class Source, class Scales>
 void some_blocks(void* context, int64_t task, int) {
   const Job& job = *static_cast<const Job*>(context);
-  const int64_t blocks = (job.outputs + LANES - 1) / LANES, first = task * job.wide;
-  const int64_t last = first + job.wide < blocks ? first + job.wide : blocks;
-  for (int64_t t = 0; t < job.x.tiles; ++t) {
-    Tile tile;
-    tile.row = job.x.rows_of.first(t), tile.rows = job.x.rows_of.first(t + 1) - tile.row, tile.any = false;
-    for (int64_t part = 0; part < job.x.parts; ++part) {
-      const int32_t count = job.x.counts[t * job.x.parts + part];
-      tile.apart[part] = job.x.room(t, part), tile.end[part] = tile.apart[part] + count;
-      tile.any |= count != 0;
-    }
+  const int64_t blocks = (job.outputs + LANES - 1) / LANES, end = (task + 1) * job.wide, last = end < blocks ? end : blocks;
+  int64_t first = task * job.wide;
+#if defined(LLMX_UNPACKED)
+  for (; job.x.rows >= MANY && first + 2 <= job.outputs / LANES && first + 2 <= last; first += 2)
+    unpack_and_multiply<Source, Scales>(job, first);
+#endif
+  for (int64_t t = 0; first < last && t < job.x.tiles; ++t) {
+    const Tile tile(job.x, t);
     for (int64_t block = first; block < last; ++block) choose<Source, Scales, INT8_ROWS>(job, tile, block);
   }
 }
@@ -456,6 +581,9 @@ template <class Source>
 void run(Job& job, bool powers, int threads) {
   const int64_t blocks = (job.outputs + LANES - 1) / LANES, wide = blocks / (8 * threads);
   job.wide = wide < 1 ? 1 : wide > 4 ? 4 : wide;
+#if defined(LLMX_UNPACKED)
+  if (job.x.rows >= MANY) job.wide = job.wide < 4 ? 2 : 4;
+#endif
   using Cheaper = typename Either<EXPONENTS && !Source::FINE, Exponents, Numbers>::Type;  // FINE runs out of registers
   const auto task = powers ? some_blocks<Source, Cheaper> : some_blocks<Source, Numbers>;
   llmx_pool::each(task, &job, (blocks + job.wide - 1) / job.wide, threads);

@@ -23,6 +23,7 @@ constexpr int SUPER = 256;  // inputs that share a d where groups have small sca
 template <int BITS_, bool SIGNED_, bool SMALL, bool FINE_, bool MIN_>
 struct Packed {
   static constexpr int BITS = BITS_, CODES = 64 * BITS;
+  static constexpr int UP = BITS < 5 ? 1 : 1 << (BITS - 4);  // codes with a sign are moved up by 8 of it
   static constexpr bool SIGNED = SIGNED_, FINE = FINE_, MIN = MIN_;
   static constexpr int KINDS = MIN ? 2 : 1, HALVES = 2 * LANES;  // bytes of a d
   static constexpr int GROUPS = SMALL ? SUPER / GROUP : 2 / KINDS;  // in a bunch
@@ -31,6 +32,7 @@ struct Packed {
   const uint8_t* block;
   F scale, minimum;
 
+  Packed() = default;
   LLMX_INLINE Packed(const uint8_t* from, int64_t) : block(from) {}
   LLMX_INLINE static int64_t bunch(int64_t group) { return group / GROUPS * (HEADER + GROUPS * CODES); }
   LLMX_INLINE const uint8_t* codes(int64_t group) const {

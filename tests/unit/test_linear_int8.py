@@ -110,8 +110,9 @@ def test_a_single_large_number_costs_the_others_nothing() -> None:
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q4_K", "Q8_0", "Q6_K", "Q2_K"])
 @BOTH
 def test_a_rows_bits_depend_on_neither_rows_nor_threads(isa: str, how: str, kind: str) -> None:
-    *segment, _ = made(next(s for s in PARTED if s.kind == kind), 100, 512)
-    x, threads = with_large_ones(33, 512, seed=4), torch.get_num_threads()
+    *segment, _ = made(next(s for s in PARTED if s.kind == kind), 100, 768)
+    segment[3] = draw(100, seed=5)
+    x, threads = with_large_ones(33, 768, seed=4), torch.get_num_threads()
     alone = torch.cat([linear(row[None], tuple(segment), how=how) for row in x])
     try:
         for count in (1, 2, 5):
@@ -154,7 +155,7 @@ def test_segments_of_different_kinds_are_one_call(isa: str) -> None:
 @BOTH
 def test_what_is_no_number_stays_none_and_stays_in_its_row(isa: str, how: str, kind: str, bad: float) -> None:
     *segment, _ = made(next(s for s in PARTED if s.kind == kind), 20, 256)
-    for rows in (9, 25):  # one tile, shared by threads, and more
+    for rows in (9, 25, 33):  # one tile, shared by threads, and more
         x = draw(rows, 256)
         good = linear(x, tuple(segment), how=how)
         for row in (4, rows - 1):  # rounded with others, and alone
