@@ -69,7 +69,8 @@ struct Desk {
   Strip strips[STRIPS];
 };
 
-constexpr int blocks_of(int rows) { return MOST_ROWS / rows >= 4 ? 4 : MOST_ROWS / rows >= 2 ? 2 : 1; }
+constexpr int blocks_of(int rows) { return MOST_SUMS / rows >= 4 ? 4 : MOST_SUMS / rows >= 2 ? 2 : 1; }
+constexpr bool SHARED = MOST_SUMS > MOST_ROWS;  // there are registers for all blocks' keys or values beside the sums
 
 template <int KIND>
 LLMX_INLINE F numbers(const uint8_t* p) {
@@ -99,11 +100,14 @@ LLMX_INLINE void score_strips(const Strip* strips, const Strip* end, const float
         __builtin_prefetch(strips[b].values + d * LANES * WIDTHS[KIND]);
         __builtin_prefetch(next[b] + d * LANES * WIDTHS[KIND]);
       }
+    F keys[B];
     for (int b = 0; b < B; ++b) {
-      const F keys = numbers<KIND>(at[b]);
+      keys[b] = numbers<KIND>(at[b]);
       at[b] += strips[b].key_step;
-      for (int r = 0; r < R; ++r) sums[r][b] = fma(keys, all(q[d * R + r]), sums[r][b]);
+      for (int r = 0; !SHARED && r < R; ++r) sums[r][b] = fma(keys[b], all(q[d * R + r]), sums[r][b]);
     }
+    for (int r = 0; SHARED && r < R; ++r)
+      for (int b = 0; b < B; ++b) sums[r][b] = fma(keys[b], all(q[d * R + r]), sums[r][b]);
   }
   for (int b = 0; b < B; ++b)
     for (int r = 0; r < R; ++r) {
@@ -222,10 +226,13 @@ LLMX_INLINE void weigh_keys(const Desk& desk, const Rows& rows, int64_t d, F (&p
     const uint8_t* at = strip.values + key % STRIP * strip.value_step + d * WIDTHS[KIND];
 #pragma GCC unroll 4
     for (; key < end; ++key, at += strip.value_step) {
+      F values[B];
       for (int b = 0; b < B; ++b) {
-        const F values = numbers<KIND>(at + b * LANES * WIDTHS[KIND]);
-        for (int r = 0; r < R; ++r) part[r][b] = fma(values, all(weights[r * TILE + key]), part[r][b]);
+        values[b] = numbers<KIND>(at + b * LANES * WIDTHS[KIND]);
+        for (int r = 0; !SHARED && r < R; ++r) part[r][b] = fma(values[b], all(weights[r * TILE + key]), part[r][b]);
       }
+      for (int r = 0; SHARED && r < R; ++r)
+        for (int b = 0; b < B; ++b) part[r][b] = fma(values[b], all(weights[r * TILE + key]), part[r][b]);
     }
   }
 }

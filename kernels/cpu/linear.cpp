@@ -87,26 +87,30 @@ void few(void* context, int64_t task, int) {
   choose_rows<Source, FEW>(job, job.rows, 0, block, block + job.wide < blocks ? block + job.wide : blocks);
 }
 
-template <int R>
-void panel(const Job& job, const float* weights, float* sums, int64_t row, int64_t first, int64_t last,
-           int64_t block) {
-  F acc[R][1];
-  for (int r = 0; r < R; ++r) acc[r][0] = first ? load(sums + (row + r) * LANES) : zero();
-  Strided sources[1] = {{weights, LANES}};
-  accumulate<Strided, R, 1>(sources, job.x + row * job.inputs, job.inputs, first, last, first, acc);
-  for (int r = 0; r < R; ++r) {
-    if (last == job.inputs)
-      finish(job, acc[r][0], row + r, block);
-    else
-      store(sums + (row + r) * LANES, acc[r][0]);
-  }
+constexpr int SIDE = MOST_SUMS / MOST_ROWS;  // blocks side by side, with many rows
+
+template <int R, int B>
+void panel(const Job& job, const float* weights, float* sums, int64_t row, int64_t first, int64_t last, int64_t block) {
+  F acc[R][B];
+  for (int r = 0; r < R; ++r)
+    for (int b = 0; b < B; ++b) acc[r][b] = first ? load(sums + ((row + r) * B + b) * LANES) : zero();
+  Strided sources[B];
+  for (int b = 0; b < B; ++b) sources[b] = {weights + b * PANEL * LANES, LANES};
+  accumulate<Strided, R, B>(sources, job.x + row * job.inputs, job.inputs, first, last, first, acc);
+  for (int r = 0; r < R; ++r)
+    for (int b = 0; b < B; ++b) {
+      if (last == job.inputs)
+        finish(job, acc[r][b], row + r, block + b);
+      else
+        store(sums + ((row + r) * B + b) * LANES, acc[r][b]);
+    }
 }
 
-template <int R>
+template <int R, int B>
 LLMX_INLINE void choose_panel(const Job& job, int64_t rows, const float* weights, float* sums, int64_t row,
                               int64_t first, int64_t last, int64_t block) {
-  if (rows == R) return panel<R>(job, weights, sums, row, first, last, block);
-  if constexpr (R > 1) choose_panel<R - 1>(job, rows, weights, sums, row, first, last, block);
+  if (rows == R) return panel<R, B>(job, weights, sums, row, first, last, block);
+  if constexpr (R > 1) choose_panel<R - 1, B>(job, rows, weights, sums, row, first, last, block);
 }
 
 template <class Source>
@@ -125,30 +129,36 @@ void expand(Source source, int64_t first, int64_t last, float* to) {
 
 inline int64_t tiles_of(int64_t rows) { return (rows + MOST_ROWS - 1) / MOST_ROWS; }
 
-// Many rows: weights in float32 for PANEL inputs at a time, which all rows then use from the first-level cache.
-template <class Source>
-void many(void* context, int64_t block, int thread) {
-  const Job& job = *static_cast<const Job*>(context);
-  const int64_t bytes = static_cast<int64_t>(sizeof(float)) * LANES * (PANEL + job.rows);
+// Many rows: weights of B blocks in float32 for PANEL inputs at a time, which all rows then use from the first-level cache.
+template <class Source, int B>
+void blocks_at(const Job& job, int64_t block, int thread) {
+  const int64_t bytes = static_cast<int64_t>(sizeof(float)) * LANES * B * (PANEL + job.rows);
   float* weights = static_cast<float*>(llmx_pool::scratch(thread, bytes));
-  float* sums = weights + PANEL * LANES;
-  const Source source(job.packed + block * job.block_bytes, job.inputs);
+  float* sums = weights + B * PANEL * LANES;
   const int64_t tiles = tiles_of(job.rows);
   for (int64_t first = 0; first < job.inputs; first += PANEL) {
     const int64_t last = first + PANEL < job.inputs ? first + PANEL : job.inputs;
-    expand(source, first, last, weights);
+    for (int b = 0; b < B; ++b)
+      expand(Source(job.packed + (block + b) * job.block_bytes, job.inputs), first, last, weights + b * PANEL * LANES);
     for (int64_t t = 0; t < tiles; ++t) {
       const int64_t row = job.rows * t / tiles, next = job.rows * (t + 1) / tiles;
-      choose_panel<MOST_ROWS>(job, next - row, weights, sums, row, first, last,
-                              block);
+      choose_panel<MOST_ROWS, B>(job, next - row, weights, sums, row, first, last, block);
     }
   }
 }
 
 template <class Source>
+void many(void* context, int64_t task, int thread) {
+  const Job& job = *static_cast<const Job*>(context);
+  const int64_t blocks = (job.outputs + LANES - 1) / LANES, block = task * SIDE;
+  if (block + SIDE <= blocks) return blocks_at<Source, SIDE>(job, block, thread);
+  if constexpr (SIDE > 1) blocks_at<Source, 1>(job, block, thread);
+}
+
+template <class Source>
 void run(Job& job, int threads) {
   const int64_t blocks = (job.outputs + LANES - 1) / LANES;
-  if (job.rows > FEW) return llmx_pool::each(many<Source>, &job, blocks, threads);
+  if (job.rows > FEW) return llmx_pool::each(many<Source>, &job, (blocks + SIDE - 1) / SIDE, threads);
   job.wide = blocks / (8 * threads) < 4 ? 4 : blocks / (8 * threads) / 4 * 4;
   llmx_pool::each(few<Source>, &job, (blocks + job.wide - 1) / job.wide, threads);
 }
