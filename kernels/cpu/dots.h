@@ -15,7 +15,7 @@ struct Byte {};
 #if defined(__AVX512F__)
 
 #if !defined(__AVX512BF16__)
-#define LLMX_UNPACKED  // linear_int8.cpp has another way for many rows: good on Ice Lake, not measured where there is bfloat16
+#define LLMX_UNPACKED  // what linear_int8.cpp does with many rows, for the reason that MOST_SUMS is larger
 #endif
 constexpr int INT8_ROWS = 12, WIDE = 16, PARTS = 1;  // rows of a tile
 
@@ -32,7 +32,7 @@ LLMX_INLINE Codes moved_up(Codes w) { return {_mm512_xor_si512(w.v, _mm512_set1_
 LLMX_INLINE void store_codes(uint8_t* p, Codes w) { _mm512_storeu_si512(p, w.v); }
 // `less`: minus what codes were moved up by, times the sum of the row's numbers. `no_dots` or `total` adds it.
 template <class K> LLMX_INLINE Dots<K> no_dots(int32_t less) { return {_mm512_set1_epi32(less)}; }
-// The product takes one side without a sign: bytes are moved up by 128, and `total` moves them back.
+// The product takes one side without a sign, of all 8 bits: bytes are moved up by 128, and `less` moves them back.
 template <class K> LLMX_INLINE void dot(Dots<K>& sum, Codes w, int32_t x) {
   sum.v = _mm512_dpbusd_epi32(sum.v, w.v, _mm512_set1_epi32(x));
 }

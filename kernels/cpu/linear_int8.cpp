@@ -314,7 +314,7 @@ struct Job {
 template <int BITS> struct KindOf { using Type = Wider; };
 template <> struct KindOf<4> { using Type = Nibble; };
 template <> struct KindOf<8> { using Type = Byte; };
-template <> struct KindOf<0> { using Type = Nibble; };  // unpacked
+template <> struct KindOf<0> { using Type = Nibble; };  // unpacked: where a product takes any byte without a sign
 
 // Four inputs' codes, 4j …, as they are stored.
 template <class Source>
@@ -469,8 +469,9 @@ LLMX_INLINE void choose(const Job& job, const Tile& t, int64_t block) {
 
 constexpr int64_t FEW = 20;  // groups of two blocks that are unpacked at a time: they stay in the first-level cache
 
-// Weights of two blocks: of each group, block after block, 8 vectors of codes from zero on, a byte each, then the scales
-// and (MIN) minima in float32.
+// Weights of two blocks, unpacked once for all rows: each number of a row is then read once for both, and codes cost no
+// shifts and masks, which wait for the same pipes as products. Of each group, block after block: 8 vectors of codes from
+// zero on, a byte each, then the scales and (MIN) minima in float32.
 template <class Packed>
 struct Unpacked {
   static constexpr int BITS = 0, UP = Packed::UP;
@@ -503,7 +504,8 @@ struct Unpacked {
 
 // What a tile's rows gain from `count` groups of two blocks, number `from` and up; those before it are in `out`.
 template <class Source, int R, class Scales>
-void unpacked_tile(const Job& job, const Tile& tile, int64_t block, const uint8_t* unpacked, int64_t from, int64_t count) {
+void unpacked_tile(const Job& job, const Tile& tile, int64_t block, const uint8_t* unpacked, int64_t from,
+                   int64_t count) {
   Source sources[2];
   sources[0].block = unpacked, sources[1].block = unpacked + Source::BYTES;
   float* out = job.out + tile.row * job.stride + block * LANES;
@@ -530,7 +532,7 @@ void unpack_and_multiply(const Job& job, int64_t block) {
   const Rounded::Shares chunk{groups / chunks, groups % chunks};
   Packed sources[2];
   LLMX_UNROLL for (int b = 0; b < 2; ++b) sources[b].block = job.packed + (block + b) * job.block_bytes;
-  const uint8_t* next = job.packed + (block + 2) * job.block_bytes;  // what will be unpacked then, into the cache by shares
+  const uint8_t* next = job.packed + (block + 2) * job.block_bytes;  // to be unpacked then: into the cache, by shares
   const int64_t lines = 2 * job.block_bytes / 64, steps = chunks * job.x.tiles;
   for (int64_t c = 0, step = 0; c < chunks; ++c) {
     const int64_t from = chunk.first(c), count = chunk.first(c + 1) - from;
