@@ -2,29 +2,41 @@
 
 from __future__ import annotations
 
+from functools import cache
+from pathlib import Path
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 # How torch's float32 product adds up depends on how many rows there are: on Intel's processors it takes other code for
-# few, and threads divide the inputs of some shapes. So each product on the CPU is of this many rows, which cost as much
-# as one where reading the weights does.
-ROWS = 16
+# few, and threads divide the inputs of some shapes. So each product on the CPU is of ROWS rows; on AMD's, where a row
+# has equal bits in any multiple of FEW rows, it is of all.
+ROWS, FEW = 16, 4
+
+
+@cache
+def on_amd() -> bool:
+    try:
+        return "AuthenticAMD" in Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x (rows, n_in), weight (n_out, n_in), bias (n_out,) or None -> (rows, n_out) in x.dtype.
 
-    On the CPU all is computed in float32 and rounded once, ROWS rows at a time, the last of them padded with zeros, so
-    that a row's bits do not depend on its neighbours. Elsewhere the product is torch's own, in x.dtype.
+    On the CPU all is computed in float32 and rounded once, so many rows at a time and the last of them padded with
+    zeros that a row's bits do not depend on its neighbours. Elsewhere the product is torch's own, in x.dtype.
     """
     if x.device.type != "cpu":
         return functional.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
     rows = x.shape[0]
-    padding = -rows % ROWS
+    padding = -rows % (FEW if on_amd() else ROWS)
     x32 = functional.pad(x.float(), (0, 0, 0, padding)) if padding else x.float()
     weight32 = weight.float()
-    product = torch.cat([functional.linear(part, weight32) for part in x32.split(ROWS)])[:rows]
+    parts = [x32] if on_amd() else x32.split(ROWS)
+    product = torch.cat([functional.linear(part, weight32) for part in parts])[:rows]
     if bias is not None:
         product = product + bias.float()
     return product.to(x.dtype)

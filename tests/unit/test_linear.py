@@ -8,7 +8,7 @@ from checkpoints import randn
 from torch.nn import functional
 
 from llmx.kernels import Kernels
-from llmx.kernels.reference.linear import linear
+from llmx.kernels.reference.linear import linear, on_amd
 from llmx.layers.embedding import Embedding
 from llmx.layers.linear import Linear
 from llmx.schemes.base import Axis, Kind, Segment
@@ -29,8 +29,11 @@ def test_a_row_has_the_same_bits_among_1_to_40_rows(n_out: int, n_in: int, dtype
         assert torch.equal(linear(x[start : start + rows], weight, bias), whole[start : start + rows]), rows
 
 
+@pytest.mark.parametrize("amd", [on_amd(), False])
 @pytest.mark.parametrize("threads", [1, 2])
-def test_nor_does_it_with_more_threads(threads: int) -> None:
+def test_nor_does_it_with_more_threads(threads: int, amd: bool, monkeypatch) -> None:
+    """What is right on any processor is, on AMD's, too."""
+    monkeypatch.setattr("llmx.kernels.reference.linear.on_amd", lambda: amd)
     torch.set_num_threads(threads)
     for n_out, n_in in ((1536, 576), (128, 896), (16, 4096)):
         x, weight = randn(530, n_in), randn(n_out, n_in, seed=1)
